@@ -1,0 +1,1 @@
+"""Token batches from text, and layer-by-layer capture of activations."""

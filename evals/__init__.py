@@ -1,0 +1,1 @@
+"""Metrics that a recipe can name: one module each."""

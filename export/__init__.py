@@ -1,0 +1,1 @@
+"""Runtimes that a recipe can lower to: one module each."""

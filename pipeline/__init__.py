@@ -1,0 +1,1 @@
+"""Compress, lower, measure and gate transformer language models by recipe."""

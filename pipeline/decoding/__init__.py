@@ -1,0 +1,1 @@
+"""Token generation: plain, and later propose, verify, accept."""

@@ -1,0 +1,1 @@
+"""Compression stages that a recipe can name: one module each."""

@@ -1,0 +1,104 @@
+"""Maths of the one packed form: scales, codes, dequantized weights. Tensors in, tensors out.
+
+Legend: W (out, in) weights, Q (out, in) integer codes, s (out, groups) scales, z (out, groups) zero points.
+W ≈ (Q - z) · s, with z = 0 where the format is symmetric. Q and z are signed: [-2^(bits-1), 2^(bits-1) - 1].
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from strop.spec import Quantization
+
+SMALLEST_SCALE = 2.0**-14
+LARGEST_SCALE = 65280.0
+"""The range of bfloat16 numbers that are normal in float16 too, so every runtime takes equal scales."""
+
+
+def code_range(bits: int) -> tuple[int, int]:
+    """Smallest and largest code."""
+    return -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+
+
+def round_scales(scale: Tensor) -> Tensor:
+    """Scales as they are stored: bfloat16 values, magnitude within float16's normal range, sign kept.
+
+    Done before codes are computed, so fp32, fp16 and bf16 runtimes take equal numbers.
+
+    Args:
+        scale: Any shape, float32.
+
+    Returns:
+        Same shape, float32 holding bfloat16 values, never zero.
+    """
+    magnitude = scale.abs().clamp(SMALLEST_SCALE, LARGEST_SCALE)
+    return torch.where(scale < 0, -magnitude, magnitude).to(torch.bfloat16).float()
+
+
+def grouped(weight: Tensor, group_size: int | None) -> Tensor:
+    """View W (out, in) as (out, groups, group_size); one group per row where group_size is None."""
+    return weight.reshape(weight.shape[0], -1, group_size or weight.shape[1])
+
+
+def find_scales(weight: Tensor, quantization: Quantization) -> tuple[Tensor, Tensor]:
+    """Scales and zero points from the extremes of each group.
+
+    Symmetric scales are signed: the larger extreme of a group sits on the code -2^(bits-1), so that all codes are
+    used (the sign costs nothing at run time; AutoRound, Cheng et al. 2023, arXiv 2309.05516, stores the same).
+
+    Args:
+        weight: W (out, in), any float dtype.
+        quantization: Bits, group size, symmetric or not.
+
+    Returns:
+        s (out, groups) float32 holding bfloat16 values, z (out, groups) int8.
+    """
+    lowest, highest = code_range(quantization.bits)
+    groups = grouped(weight.float(), quantization.group_size)
+    low, high = groups.amin(-1), groups.amax(-1)
+    if quantization.symmetric:
+        extreme = torch.where(high > -low, high, low)
+        return round_scales(extreme / lowest), torch.zeros_like(extreme, dtype=torch.int8)
+    low, high = low.clamp(max=0), high.clamp(min=0)
+    scale = round_scales((high - low) / (highest - lowest))
+    zero = (lowest - low / scale).round().clamp(lowest, highest)
+    return scale, zero.to(torch.int8)
+
+
+def quantize(weight: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
+    """Nearest codes of W.
+
+    Args:
+        weight: W (out, in).
+        scale: s (out, groups); groups must divide in.
+        zero: z (out, groups), int8.
+        bits: Width of a code.
+
+    Returns:
+        Q (out, in), int8.
+    """
+    lowest, highest = code_range(bits)
+    groups = weight.float().reshape(*scale.shape, -1)
+    codes = (groups / scale[..., None]).round() + zero[..., None]
+    return codes.clamp(lowest, highest).to(torch.int8).reshape(weight.shape)
+
+
+def dequantize(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """(Q - z) · s in float32, (out, in)."""
+    groups = codes.reshape(*scale.shape, -1).float()
+    return ((groups - zero[..., None].float()) * scale[..., None].float()).reshape(codes.shape)
+
+
+def pack(codes: Tensor, bits: int, axis: int = 1) -> Tensor:
+    """int8 codes (rows, columns) -> int32 words as compressed-tensors stores them, packed along `axis`."""
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+    return pack_to_int32(codes, bits, packed_dim=1 if axis == 1 else 0)
+
+
+def unpack(words: Tensor, bits: int, shape: tuple[int, int], axis: int = 1) -> Tensor:
+    """The inverse of `pack`: int8 codes of `shape` (rows, columns)."""
+    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+
+    return unpack_from_int32(words, bits, torch.Size(shape), packed_dim=1 if axis == 1 else 0)

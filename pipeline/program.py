@@ -1,0 +1,226 @@
+"""Engines and their sessions. The session's bookkeeping is here once; a runtime implements only the forward call.
+
+Torch-free: arrays at this boundary are numpy; the K/V cache may be any array type that the runtime allocates.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strop.errors import UserError
+
+Ints = NDArray[np.int64]
+Logits = NDArray[np.float32]
+Array = Any
+"""A numpy array or torch tensor: slicing, assignment and fancy indices are all that `Session` asks of it."""
+Cache = list[Array]
+"""Keys and values of each layer that owns some: [k0, v0, k1, v1, ...], each (B, kv_heads, max_tokens, head_dim)."""
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a program is and how it runs.
+
+    Attributes:
+        runtime: Module name in `strop.export`.
+        dtype: Of activations.
+        threads: Intra-op threads.
+        device: `cpu` or `cuda`.
+        context: Most tokens in one row, prompt and output together.
+        vocab_size: Width of the logits.
+        takes_trees: `step` accepts a tree.
+        kernels: What computes, for the fingerprint (for example `MatMulNBits accuracy_level 4`).
+    """
+
+    runtime: str
+    dtype: str
+    threads: int
+    device: str
+    context: int
+    vocab_size: int
+    takes_trees: bool
+    kernels: str = ""
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Candidate tokens of one step, in topological order, the same for every row.
+
+    Attributes:
+        parents: For each of the K nodes the index of its parent in this step, or -1 for the last cached token.
+    """
+
+    parents: tuple[int, ...]
+
+    def depths(self) -> Ints:
+        """(K,): 0 for children of the last cached token."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+        return np.array(depths, dtype=np.int64)
+
+    def mask(self) -> NDArray[np.bool_]:
+        """(K, K): node i attends to node j, itself and its ancestors."""
+        mask = np.eye(len(self.parents), dtype=bool)
+        for node, parent in enumerate(self.parents):
+            if parent >= 0:
+                mask[node] |= mask[parent]
+        return mask
+
+
+@dataclass(frozen=True)
+class Step:
+    """One forward call. B rows, K new tokens a row, right-padded where rows bring fewer.
+
+    Attributes:
+        ids: (B, K) token ids.
+        counts: (B,) how many of the K are real.
+        lengths: (B,) tokens in the cache before this step. New keys and values go to lengths .. lengths + K.
+        positions: (B, K) position of each new token.
+        mask: (K, K) which new tokens attend to which; None: causal.
+        logit_rows: (B, n) which of the K positions give logits.
+    """
+
+    ids: Ints
+    counts: Ints
+    lengths: Ints
+    positions: Ints
+    mask: NDArray[np.bool_] | None
+    logit_rows: Ints
+
+
+Forward = Callable[[Step], Logits]
+"""Runs one step, updates the bound cache in place, returns (B, n, vocab) float32, valid until the next step."""
+
+
+class Program(ABC):
+    """An engine: weights in memory, ready to run. One program may serve several sessions, one at a time."""
+
+    traits: Traits
+
+    @abstractmethod
+    def allocate(self, batch: int, max_tokens: int) -> Cache:
+        """A zeroed cache for `batch` rows of at most `max_tokens`."""
+
+    @abstractmethod
+    def bind(self, cache: Cache) -> Forward:
+        """The forward call over this cache."""
+
+    def open(self, batch: int = 1, max_tokens: int | None = None) -> Session:
+        """A new session.
+
+        Args:
+            batch: Rows.
+            max_tokens: Most tokens a row will hold; None: the program's context.
+
+        Raises:
+            UserError: More tokens than the program's context.
+        """
+        max_tokens = max_tokens or self.traits.context
+        if max_tokens > self.traits.context:
+            raise UserError(f"max_tokens: {max_tokens} is more than this program's context of {self.traits.context}")
+        return Session(self, batch, max_tokens)
+
+
+class Session:
+    """Rows of tokens with their K/V cache.
+
+    Attributes:
+        lengths: (B,) tokens in each row. Read it, change it only through `truncate` and `keep`.
+        max_tokens: Most tokens a row can hold.
+    """
+
+    def __init__(self, program: Program, batch: int, max_tokens: int) -> None:
+        self.program = program
+        self.max_tokens = max_tokens
+        self.lengths: Ints = np.zeros(batch, dtype=np.int64)
+        self._cache = program.allocate(batch, max_tokens)
+        self._forward = program.bind(self._cache)
+        self._before: Ints = self.lengths
+
+    def step(
+        self,
+        ids: Ints,
+        *,
+        counts: Ints | None = None,
+        tree: Tree | None = None,
+        logits: Literal["last", "all"] | int = "last",
+    ) -> Logits:
+        """Append tokens to every row and compute logits.
+
+        Args:
+            ids: (B, K), right-padded with any id where a row brings fewer than K.
+            counts: (B,) real tokens of each row, at least 1; None: K.
+            tree: The K tokens are nodes of this tree instead of a sequence; then `counts` must be None. All K stay
+                in the cache until `keep` picks a path.
+            logits: `last`: of each row's last real token. `all`: of all K positions (padding gives noise).
+                n: of each row's last n real tokens.
+
+        Returns:
+            (B, 1 or K or n, vocab) float32, valid until the next step.
+
+        Raises:
+            UserError: More tokens than `max_tokens`, or a tree on a program that takes none.
+        """
+        batch, width = ids.shape
+        counts = np.full(batch, width, dtype=np.int64) if counts is None else counts
+        if int((self.lengths + width).max()) > self.max_tokens:
+            raise UserError(
+                f"{int(self.lengths.max())} + {width} tokens do not fit: this session holds {self.max_tokens} a row, "
+                f"the program's context is {self.program.traits.context}"
+            )
+        if tree is not None and not self.program.traits.takes_trees:
+            raise UserError(f"this {self.program.traits.runtime} program takes no trees: export it with trees: true")
+        offsets = np.arange(width, dtype=np.int64) if tree is None else tree.depths()
+        if logits == "all":
+            rows = np.broadcast_to(np.arange(width, dtype=np.int64), (batch, width))
+        else:
+            last = 1 if logits == "last" else logits
+            rows = counts[:, None] - np.arange(last, 0, -1, dtype=np.int64)
+        result = self._forward(
+            Step(ids, counts, self.lengths, self.lengths[:, None] + offsets, None if tree is None else tree.mask(), rows)
+        )
+        self._before, self.lengths = self.lengths, self.lengths + counts
+        return result
+
+    def truncate(self, lengths: Sequence[int] | Ints) -> None:
+        """Forget everything after the first `lengths` (B,) tokens of each row."""
+        shorter = np.asarray(lengths, dtype=np.int64)
+        if shorter.shape != self.lengths.shape or (shorter > self.lengths).any() or (shorter < 0).any():
+            raise ValueError(f"truncate to {shorter.tolist()} of {self.lengths.tolist()}")
+        self.lengths = shorter.copy()
+
+    def keep(self, paths: Sequence[Sequence[int]]) -> None:
+        """After a tree step: keep one path of nodes per row, moved to contiguous positions, and forget the rest.
+
+        Args:
+            paths: For each row the kept nodes of the last step, from the root on; may be empty.
+        """
+        for row, path in enumerate(paths):
+            start = int(self._before[row])
+            source = [start + node for node in path]
+            target = slice(start, start + len(path))
+            for array in self._cache:
+                array[row, :, target] = array[row][:, source]
+        self.lengths = self._before + np.array([len(path) for path in paths], dtype=np.int64)
+
+    def fork(self) -> Session:
+        """An independent copy that continues from the same tokens."""
+        twin = copy.copy(self)
+        twin._cache = [copy.deepcopy(array) for array in self._cache]
+        twin._forward = self.program.bind(twin._cache)
+        twin.lengths = self.lengths.copy()
+        return twin
+
+
+def with_threads(traits: Traits, threads: int) -> Traits:
+    """The same traits with another thread count."""
+    return dataclasses.replace(traits, threads=threads)

@@ -1,0 +1,294 @@
+"""The architecture of a model as one table, without torch: what `check`, the decoder and every runtime read.
+
+Leaves out how a config.json of each family becomes this table (families.py) and the weights (model.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from strop.errors import UserError, did_you_mean
+
+
+DType = Literal["float32", "bfloat16", "float16"]
+DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+SCALE_BYTES = 2
+"""Scales of quantized linears are stored in bfloat16 (see numerics.round_scales)."""
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How one linear's weight is stored: compressed-tensors pack-quantized, integers.
+
+    Attributes:
+        bits: 2, 3, 4 or 8.
+        group_size: Inputs that share one scale; None: one scale per output channel.
+        symmetric: True: no zero points, codes in [-2^(bits-1), 2^(bits-1) - 1]. False: integer zero points.
+    """
+
+    bits: int
+    group_size: int | None
+    symmetric: bool
+
+
+@dataclass(frozen=True)
+class Linear:
+    """One stored weight matrix y = W x + b, W (out_features, in_features).
+
+    Attributes:
+        name: Tensor name without `.weight`, as stored in the checkpoint.
+        is_transposed: The unquantized tensor is stored (in, out), as gpt2's Conv1D does.
+        quantization: None: stored in the model's dtype.
+    """
+
+    name: str
+    in_features: int
+    out_features: int
+    has_bias: bool = False
+    is_transposed: bool = False
+    quantization: Quantization | None = None
+
+    def num_groups(self) -> int:
+        """Groups of inputs along one row: columns of the scale matrix (out_features, num_groups)."""
+        if self.quantization is None or self.quantization.group_size is None:
+            return 1
+        return self.in_features // self.quantization.group_size
+
+    def size_bytes(self, dtype: str) -> int:
+        """Bytes of all its stored tensors in a checkpoint of `dtype`."""
+        bias = self.out_features * DTYPE_BYTES[dtype] if self.has_bias else 0
+        q = self.quantization
+        if q is None:
+            return self.out_features * self.in_features * DTYPE_BYTES[dtype] + bias
+        packed = self.out_features * -(-self.in_features * q.bits // 32) * 4  # rows padded to whole int32 words
+        scales = self.out_features * self.num_groups() * SCALE_BYTES
+        zeros = 0 if q.symmetric else -(-self.out_features * q.bits // 32) * self.num_groups() * 4
+        shape = 2 * 8  # weight_shape, two int64
+        return packed + scales + zeros + shape + bias
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A normalization over the last axis.
+
+    Attributes:
+        name: Tensor name without `.weight`.
+        size: Width of the axis.
+        kind: `rms`: x / rms(x) · (offset + w). `layer`: LayerNorm with bias.
+        eps: Added to the variance.
+        offset: 1.0 for the gemma families, which store w - 1.
+    """
+
+    name: str
+    size: int
+    kind: Literal["rms", "layer"]
+    eps: float
+    offset: float = 0.0
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding over the first 2·len(inv_freq) values of each head, halves not interleaved.
+
+    Attributes:
+        inv_freq: Inverse frequencies after any scaling (linear, llama3, yarn, longrope).
+        factor: Multiplies cos and sin (yarn and longrope), else 1.
+    """
+
+    inv_freq: tuple[float, ...]
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One decoder layer: x += post(attn(norm(x))), then x += post(mlp(norm(x))).
+
+    Attributes:
+        num_heads: Query heads.
+        num_kv_heads: Key and value heads, a divisor of num_heads.
+        head_dim: Width of a head.
+        intermediate_size: Width of the MLP.
+        attention_scale: Multiplies q·k.
+        linears: Role -> linear. Attention: `q`,`k`,`v` or one `qkv` (rows in that order); `o`. MLP: `gate`,`up` or
+            one `gate_up`, or only `up` where is_gated is False; `down`. Always in the order of computation.
+        input_norm, mlp_norm: Before attention and before the MLP.
+        post_attention_norm, post_mlp_norm: On the branch's output before it is added (gemma2, gemma3), else None.
+        q_norm, k_norm: Per head before rope (qwen3, gemma3), else None.
+        rope: None where the layer has no rotary embedding (gpt2, some layers of smollm3).
+        window: Attends to the last `window` positions, itself included; None: all.
+        softcap: cap·tanh(score / cap) on attention scores (gemma2), else None.
+        activation: On gate (or on up where is_gated is False).
+        kv_from_layer: Uses that layer's keys and values instead of its own (then there is no k, v); None: its own.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    attention_scale: float
+    linears: dict[str, Linear]
+    input_norm: Norm
+    mlp_norm: Norm
+    activation: Literal["silu", "gelu", "gelu_tanh"]
+    is_gated: bool = True
+    post_attention_norm: Norm | None = None
+    post_mlp_norm: Norm | None = None
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    rope: Rope | None = None
+    window: int | None = None
+    softcap: float | None = None
+    kv_from_layer: int | None = None
+
+    def norms(self) -> Iterator[Norm]:
+        """Every norm of the layer that is there."""
+        for norm in (self.input_norm, self.q_norm, self.k_norm, self.post_attention_norm, self.mlp_norm, self.post_mlp_norm):
+            if norm is not None:
+                yield norm
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A decoder-only transformer.
+
+    Attributes:
+        family: `model_type` of config.json.
+        dtype: Of the unquantized tensors in the checkpoint.
+        max_positions: Longest context.
+        embedding: Tensor name (with `.weight` left off) of the token embedding (vocab_size, hidden_size).
+        embedding_scale: Multiplies embeddings (gemma), else 1.
+        position_embedding: Tensor name of learned positions (max_positions, hidden_size) (gpt2), else None.
+        head: The output matrix. Where `is_tied` and it is not quantized it has no tensor of its own. Where
+            `is_tied` and it is quantized, its codes are the embedding too: runtimes look tokens up in them.
+        is_tied: Embedding and head are one matrix.
+        logit_softcap: cap·tanh(logit / cap) (gemma2), else None.
+    """
+
+    family: str
+    dtype: DType
+    vocab_size: int
+    hidden_size: int
+    max_positions: int
+    embedding: str
+    layers: tuple[LayerSpec, ...]
+    final_norm: Norm
+    head: Linear
+    is_tied: bool
+    embedding_scale: float = 1.0
+    position_embedding: str | None = None
+    logit_softcap: float | None = None
+
+    def linears(self) -> Iterator[Linear]:
+        """Every linear in the order of computation, the head last."""
+        for layer in self.layers:
+            yield from layer.linears.values()
+        yield self.head
+
+    def layer_linears(self, index: int) -> list[Linear]:
+        """The linears of one layer in the order of computation."""
+        return list(self.layers[index].linears.values())
+
+    def match(self, targets: Sequence[str] | None) -> list[Linear]:
+        """The linears that `targets` name.
+
+        Args:
+            targets: Shell-style patterns over full linear names (`*.mlp.*`, `lm_head`). None: every linear inside
+                the layers, not the head.
+
+        Raises:
+            UserError: A pattern matches nothing.
+        """
+        inside = list(self.linears())[:-1]
+        if targets is None:
+            return inside
+        for pattern in targets:
+            if not any(fnmatch.fnmatchcase(x.name, pattern) for x in self.linears()):
+                last_parts = {x.name.rsplit(".", 1)[-1] for x in self.linears()}
+                raise UserError(f"targets: pattern {pattern!r} matches no linear; names end in {did_you_mean(pattern, last_parts)}")
+        return [x for x in self.linears() if any(fnmatch.fnmatchcase(x.name, p) for p in targets)]
+
+    def quantize(self, choices: Mapping[str, Quantization]) -> ModelSpec:
+        """This table with the named linears quantized.
+
+        Args:
+            choices: Linear name -> its quantization.
+
+        Raises:
+            UserError: A linear is quantized already, or its width is not a multiple of the group size.
+        """
+        for linear in self.linears():
+            q = choices.get(linear.name)
+            if q is None:
+                continue
+            if linear.quantization is not None:
+                raise UserError(f"{linear.name}: already quantized to {linear.quantization.bits} bits by an earlier stage")
+            if q.group_size is not None and linear.in_features % q.group_size:
+                fits = [g for g in (16, 32, 64, 128, 256) if linear.in_features % g == 0]
+                raise UserError(f"group_size {q.group_size} does not divide the {linear.in_features} inputs of {linear.name}; allowed here: {fits or 'null (per channel)'}")
+
+        def swap(linear: Linear) -> Linear:
+            q = choices.get(linear.name)
+            return linear if q is None else dataclasses.replace(linear, quantization=q, is_transposed=False)
+
+        layers = tuple(dataclasses.replace(x, linears={role: swap(y) for role, y in x.linears.items()}) for x in self.layers)
+        return dataclasses.replace(self, layers=layers, head=swap(self.head))
+
+    def num_parameters(self) -> int:
+        """Weights and biases, a tied matrix counted once."""
+        total = sum(x.in_features * x.out_features + (x.out_features if x.has_bias else 0) for x in self.linears())
+        total += 0 if self.is_tied else self.vocab_size * self.hidden_size
+        total += self.max_positions * self.hidden_size if self.position_embedding else 0
+        return total + sum(n.size * (2 if n.kind == "layer" else 1) for n in self.norms())
+
+    def norms(self) -> Iterator[Norm]:
+        """Every norm, the final one last."""
+        for layer in self.layers:
+            yield from layer.norms()
+        yield self.final_norm
+
+    def size_bytes(self) -> int:
+        """Bytes of all tensors of the checkpoint that this table describes (safetensors headers come on top)."""
+        width = DTYPE_BYTES[self.dtype]
+        total = sum(x.size_bytes(self.dtype) for layer in self.layers for x in layer.linears.values())
+        total += self.vocab_size * self.hidden_size * width
+        total += self.max_positions * self.hidden_size * width if self.position_embedding else 0
+        total += sum(n.size * (2 if n.kind == "layer" else 1) * width for n in self.norms())
+        if not self.is_tied or self.head.quantization is not None:
+            total += self.head.size_bytes(self.dtype)
+        return total
+
+    def kv_bytes_per_token(self, dtype_bytes: int = 4) -> int:
+        """Bytes of keys and values that one cached token takes."""
+        own = (x for x in self.layers if x.kv_from_layer is None)
+        return sum(2 * x.num_kv_heads * x.head_dim * dtype_bytes for x in own)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values; `from_json` reads them back to an equal table."""
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> ModelSpec:
+        """The table that `to_json` wrote."""
+        layers = tuple(
+            LayerSpec(**{
+                **x,
+                "linears": {role: _linear(y) for role, y in x["linears"].items()},
+                **{k: _norm(x[k]) for k in ("input_norm", "mlp_norm", "post_attention_norm", "post_mlp_norm", "q_norm", "k_norm")},
+                "rope": Rope(tuple(x["rope"]["inv_freq"]), x["rope"]["factor"]) if x["rope"] else None,
+            })
+            for x in data["layers"]
+        )
+        return ModelSpec(**{**data, "layers": layers, "head": _linear(data["head"]), "final_norm": _norm(data["final_norm"])})
+
+
+def _linear(data: Mapping[str, Any]) -> Linear:
+    q = data["quantization"]
+    return Linear(**{**data, "quantization": Quantization(**q) if q else None})
+
+
+def _norm(data: Mapping[str, Any] | None) -> Norm | None:
+    return Norm(**data) if data else None

@@ -1,0 +1,1 @@
+"""Recipes that ship with strop (*.yaml)."""
