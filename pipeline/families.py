@@ -1,0 +1,543 @@
+"""A family's config.json and tensor headers -> `ModelSpec`. Torch-free, so `strop check` can use it.
+
+Leaves out reading the files (model.py). What a config leaves unsaid takes the value that transformers would give it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strop.errors import UserError, did_you_mean
+from strop.spec import DType, LayerSpec, Linear, ModelSpec, Norm, Quantization, Rope
+
+Config = Mapping[str, Any]
+Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
+"""Tensor name -> (safetensors dtype such as `F32`, shape)."""
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+Floats = NDArray[np.float32]
+
+_DEFAULTS: Mapping[str, Config] = {
+    "llama": {"attention_bias": False, "mlp_bias": False},
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096},
+    "qwen3": {"num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128},
+    "gemma2": {
+        "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096, "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "tie_word_embeddings": True,
+    },
+    "gemma3_text": {
+        "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096, "query_pre_attn_scalar": 256,
+        "tie_word_embeddings": True,
+    },
+    "phi3": {"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+    "smollm3": {"num_key_value_heads": 4, "rope_theta": 2_000_000.0, "tie_word_embeddings": True},
+    "gpt2": {"tie_word_embeddings": True, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5},
+}  # fmt: skip
+"""What transformers assumes where a config is silent, for the fields read here and only where families differ."""
+FAMILIES: tuple[str, ...] = tuple(_DEFAULTS)
+"""Every `model_type` whose architecture is known."""
+ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+BITS = (2, 3, 4, 8)
+
+
+def build_spec(config: Config, tensors: Tensors, dtype: DType) -> ModelSpec:
+    """The table of a checkpoint.
+
+    Args:
+        config: config.json.
+        tensors: Every tensor of the checkpoint.
+        dtype: Of the unquantized tensors.
+
+    Raises:
+        UserError: The family, or something that its config asks for, is not supported, or a tensor is missing or
+            has another shape than the config says.
+    """
+    family = config.get("model_type")
+    if not isinstance(family, str) or family not in _DEFAULTS:
+        raise UserError(
+            f"config.json: model_type {family!r} is not a known family; {did_you_mean(str(family), FAMILIES)}"
+        )
+    complete = {**_DEFAULTS[family], **config}
+    spec = _gpt2(complete, tensors, dtype) if family == "gpt2" else _llama_like(complete, tensors, dtype)
+    spec = spec.quantize(_read_quantizations(config, spec, tensors))
+    _check_shapes(spec, tensors)
+    return spec
+
+
+# Llama and the families that derive from it.
+
+
+def _llama_like(config: Config, tensors: Tensors, dtype: DType) -> ModelSpec:
+    family = config["model_type"]
+    prefix = _prefix("model.", "embed_tokens", tensors)
+    hidden = _count(config, "hidden_size")
+    vocab = _count(config, "vocab_size")
+    num_layers = _count(config, "num_hidden_layers")
+    is_gemma = family.startswith("gemma")
+    if config.get("use_bidirectional_attention"):
+        raise UserError("config.json: use_bidirectional_attention is not supported; allowed: false")
+    ropes = _ropes(config, num_layers)
+    windows = _windows(config, num_layers)
+    layers = tuple(
+        dataclasses.replace(_llama_layer(config, f"{prefix}layers.{i}"), rope=ropes[i], window=windows[i])
+        for i in range(num_layers)
+    )
+    return ModelSpec(
+        family=family,
+        dtype=dtype,
+        vocab_size=vocab,
+        hidden_size=hidden,
+        max_positions=_max_positions(config),
+        embedding=f"{prefix}embed_tokens",
+        layers=layers,
+        final_norm=_rms_norm(config, f"{prefix}norm", hidden),
+        head=Linear("lm_head", hidden, vocab),
+        is_tied=bool(config.get("tie_word_embeddings", False)),
+        embedding_scale=hidden**0.5 if is_gemma else 1.0,
+        logit_softcap=config.get("final_logit_softcapping") if is_gemma else None,
+    )
+
+
+def _llama_layer(config: Config, name: str) -> LayerSpec:
+    family = config["model_type"]
+    hidden = _count(config, "hidden_size")
+    inner = _count(config, "intermediate_size")
+    num_heads = _count(config, "num_attention_heads")
+    num_kv_heads = _count(config, "num_key_value_heads", num_heads)
+    head_dim = _count(config, "head_dim", hidden // num_heads)
+    if num_heads % num_kv_heads:
+        raise UserError(f"config.json: num_key_value_heads {num_kv_heads} does not divide {num_heads} attention heads")
+    has_four_norms = family in ("gemma2", "gemma3_text")
+    has_head_norms = family in ("qwen3", "gemma3_text")
+    after = f"{name}.post_attention_layernorm"
+    return LayerSpec(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        intermediate_size=inner,
+        attention_scale=(config["query_pre_attn_scalar"] if family.startswith("gemma") else head_dim) ** -0.5,
+        linears=_llama_linears(config, name, (num_heads * head_dim, num_kv_heads * head_dim)),
+        input_norm=_rms_norm(config, f"{name}.input_layernorm", hidden),
+        mlp_norm=_rms_norm(config, f"{name}.pre_feedforward_layernorm" if has_four_norms else after, hidden),
+        activation=_activation(config, "hidden_activation" if family.startswith("gemma") else "hidden_act"),
+        post_attention_norm=_rms_norm(config, after, hidden) if has_four_norms else None,
+        post_mlp_norm=_rms_norm(config, f"{name}.post_feedforward_layernorm", hidden) if has_four_norms else None,
+        q_norm=_rms_norm(config, f"{name}.self_attn.q_norm", head_dim) if has_head_norms else None,
+        k_norm=_rms_norm(config, f"{name}.self_attn.k_norm", head_dim) if has_head_norms else None,
+        softcap=config.get("attn_logit_softcapping") if family == "gemma2" else None,
+    )
+
+
+def _llama_linears(config: Config, name: str, widths: tuple[int, int]) -> dict[str, Linear]:
+    family = config["model_type"]
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    q, kv = widths
+    attention, mlp = f"{name}.self_attn", f"{name}.mlp"
+    if family == "phi3":
+        return {
+            "qkv": Linear(f"{attention}.qkv_proj", hidden, q + 2 * kv),
+            "o": Linear(f"{attention}.o_proj", q, hidden),
+            "gate_up": Linear(f"{mlp}.gate_up_proj", hidden, 2 * inner),
+            "down": Linear(f"{mlp}.down_proj", inner, hidden),
+        }
+    has_biases = bool(config.get("attention_bias", False)) and family not in ("mistral", "qwen2")
+    has_qkv_biases = has_biases or family == "qwen2"
+    has_mlp_biases = bool(config.get("mlp_bias", False)) and family in ("llama", "smollm3")
+    return {
+        "q": Linear(f"{attention}.q_proj", hidden, q, has_qkv_biases),
+        "k": Linear(f"{attention}.k_proj", hidden, kv, has_qkv_biases),
+        "v": Linear(f"{attention}.v_proj", hidden, kv, has_qkv_biases),
+        "o": Linear(f"{attention}.o_proj", q, hidden, has_biases),
+        "gate": Linear(f"{mlp}.gate_proj", hidden, inner, has_mlp_biases),
+        "up": Linear(f"{mlp}.up_proj", hidden, inner, has_mlp_biases),
+        "down": Linear(f"{mlp}.down_proj", inner, hidden, has_mlp_biases),
+    }
+
+
+def _windows(config: Config, num_layers: int) -> list[int | None]:
+    """Sliding window of each layer."""
+    family, window = config["model_type"], config.get("sliding_window")
+    if family == "llama":
+        return [None] * num_layers
+    if family in ("mistral", "phi3"):
+        return [window] * num_layers
+    if family in ("qwen2", "qwen3", "smollm3") and not config.get("use_sliding_window", False):
+        return [None] * num_layers
+    kinds = config.get("layer_types")
+    if kinds is None:
+        kinds = ["sliding_attention" if _slides(config, i) else "full_attention" for i in range(num_layers)]
+    if len(kinds) != num_layers or not set(kinds) <= {"sliding_attention", "full_attention"}:
+        raise UserError(
+            f"config.json: layer_types must name {num_layers} layers, each full_attention or sliding_attention; "
+            f"found {len(kinds)} with {', '.join(sorted(set(map(str, kinds))))}"
+        )
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def _slides(config: Config, index: int) -> bool:
+    """What transformers assumes of a layer where the config has no layer_types."""
+    family = config["model_type"]
+    if family == "gemma2":
+        return index % 2 == 0
+    if family == "gemma3_text":
+        return (index + 1) % int(config.get("sliding_window_pattern", 6)) != 0
+    if family == "smollm3":
+        return not _no_rope_layers(config, index + 1)[index]
+    return index >= int(config.get("max_window_layers", 28))
+
+
+# GPT-2.
+
+
+def _gpt2(config: Config, tensors: Tensors, dtype: DType) -> ModelSpec:
+    prefix = _prefix("transformer.", "wte", tensors)
+    hidden, vocab = _count(config, "n_embd"), _count(config, "vocab_size")
+    num_heads = _count(config, "n_head")
+    inner = _count(config, "n_inner", 4 * hidden)
+    if hidden % num_heads or config.get("add_cross_attention"):
+        raise UserError(
+            "config.json: gpt2 with cross attention, or whose n_head does not divide n_embd, is not supported"
+        )
+
+    def norm(name: str) -> Norm:
+        return Norm(name, hidden, "layer", float(config["layer_norm_epsilon"]))
+
+    def layer(index: int) -> LayerSpec:
+        name = f"{prefix}h.{index}"
+        scale = (hidden // num_heads) ** -0.5 if config.get("scale_attn_weights", True) else 1.0
+        return LayerSpec(
+            num_heads=num_heads,
+            num_kv_heads=num_heads,
+            head_dim=hidden // num_heads,
+            intermediate_size=inner,
+            attention_scale=scale / (index + 1) if config.get("scale_attn_by_inverse_layer_idx") else scale,
+            linears={
+                "qkv": Linear(f"{name}.attn.c_attn", hidden, 3 * hidden, True, True),
+                "o": Linear(f"{name}.attn.c_proj", hidden, hidden, True, True),
+                "up": Linear(f"{name}.mlp.c_fc", hidden, inner, True, True),
+                "down": Linear(f"{name}.mlp.c_proj", inner, hidden, True, True),
+            },
+            input_norm=norm(f"{name}.ln_1"),
+            mlp_norm=norm(f"{name}.ln_2"),
+            activation=_activation(config, "activation_function"),
+            is_gated=False,
+        )
+
+    return ModelSpec(
+        family="gpt2",
+        dtype=dtype,
+        vocab_size=vocab,
+        hidden_size=hidden,
+        max_positions=_count(config, "n_positions", 1024),
+        embedding=f"{prefix}wte",
+        layers=tuple(layer(i) for i in range(_count(config, "n_layer"))),
+        final_norm=norm(f"{prefix}ln_f"),
+        head=Linear("lm_head", hidden, vocab),
+        is_tied=bool(config["tie_word_embeddings"]),
+        position_embedding=f"{prefix}wpe",
+    )
+
+
+# Parts that families share.
+
+
+def _prefix(prefix: str, embedding: str, tensors: Tensors) -> str:
+    """Checkpoints of the bare model (as the hub's gpt2) leave the prefix of tensor names off."""
+    return "" if f"{embedding}.weight" in tensors else prefix
+
+
+def _count(config: Config, key: str, default: int | None = None) -> int:
+    value = config.get(key)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UserError(f"config.json: {key} must be a whole number of at least 1, found {value!r}")
+    return value
+
+
+def _activation(config: Config, key: str) -> Activation:
+    default = "gelu_pytorch_tanh" if key == "hidden_activation" else "silu"
+    name = config.get(key, default)
+    if name not in ACTIVATIONS:
+        raise UserError(f"config.json: {key} {name!r} is not supported; {did_you_mean(str(name), ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
+def _rms_norm(config: Config, name: str, size: int) -> Norm:
+    offset = 1.0 if config["model_type"].startswith("gemma") else 0.0
+    return Norm(name, size, "rms", float(config.get("rms_norm_eps", 1e-6)), offset)
+
+
+def _max_positions(config: Config) -> int:
+    limit = _count(config, "max_position_embeddings")
+    rope = _rope_parameters(config)
+    if _rope_type(config, rope) == "longrope":
+        # Past the original context transformers switches all positions, cached ones too, to the long factors. The
+        # short factors are exact up to there.
+        return min(limit, _original_context(config, rope))
+    return limit
+
+
+# Rotary embeddings.
+
+
+def _ropes(config: Config, num_layers: int) -> list[Rope | None]:
+    """Rotary embedding of each layer."""
+    if config["model_type"] == "gemma3_text":
+        return list(_gemma3_ropes(config, num_layers))
+    rope = _rope(config, _rope_parameters(config))
+    if config["model_type"] == "smollm3":
+        return [rope if has_rope else None for has_rope in _no_rope_layers(config, num_layers)]
+    return [rope] * num_layers
+
+
+def _no_rope_layers(config: Config, num_layers: int) -> Sequence[int]:
+    """1 for layers *with* rope, as smollm3's field of that name has it."""
+    interval = int(config.get("no_rope_layer_interval", 4))
+    listed: Sequence[int] | None = config.get("no_rope_layers")
+    return [int((i + 1) % interval != 0) for i in range(num_layers)] if listed is None else listed
+
+
+def _gemma3_ropes(config: Config, num_layers: int) -> list[Rope]:
+    both = config.get("rope_parameters") or {}
+    full = {"rope_theta": config.get("rope_theta", 1e6), **(both.get("full_attention") or {})}
+    local = {"rope_theta": config.get("rope_local_base_freq", 1e4), **(both.get("sliding_attention") or {})}
+    full.update(config.get("rope_scaling") or {})
+    kinds = config.get("layer_types") or ["sliding" if _slides(config, i) else "full" for i in range(num_layers)]
+    ropes = {True: _rope(config, local), False: _rope(config, full)}
+    return [ropes[kind.startswith("sliding")] for kind in kinds]
+
+
+def _rope_parameters(config: Config) -> dict[str, Any]:
+    """transformers 5 keeps everything in `rope_parameters`; before it was `rope_theta` beside `rope_scaling`."""
+    found = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    return {
+        "rope_theta": config.get("rope_theta", 10_000.0),
+        "partial_rotary_factor": config.get("partial_rotary_factor", 1.0),
+        **{key: value for key, value in found.items() if value is not None},
+    }
+
+
+def _rope_type(config: Config, rope: Config) -> str:
+    name = rope.get("rope_type", rope.get("type", "default"))
+    if config["model_type"] == "phi3" and name in ("su", "yarn"):
+        return "longrope"
+    if name not in ROPE_TYPES:
+        raise UserError(f"config.json: rope type {name!r} is not supported; {did_you_mean(str(name), ROPE_TYPES)}")
+    return str(name)
+
+
+def _original_context(config: Config, rope: Config) -> int:
+    for place in (config, rope):
+        if place.get("original_max_position_embeddings") is not None:
+            return _count(place, "original_max_position_embeddings")
+    return _count(config, "max_position_embeddings")
+
+
+def _rope(config: Config, rope: Config) -> Rope:
+    """Frequencies as transformers computes them, in float32."""
+    head_dim = _count(config, "head_dim", config["hidden_size"] // config["num_attention_heads"])
+    width = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    kind = _rope_type(config, rope)
+    if width % 2 or width < 2 or (width < head_dim and config["model_type"] != "phi3"):
+        raise UserError(f"config.json: rotary embedding over {width} of {head_dim} values per head is not supported")
+    exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
+    # float64 here comes closest to torch.pow, which is good to one unit in the last place of float32.
+    periods = np.power(float(rope["rope_theta"]), exponents.astype(np.float64)).astype(np.float32)
+    frequencies = (1 / periods).astype(np.float32)
+    factor = 1.0
+    if kind == "linear":
+        frequencies = (frequencies / np.float32(_number(rope, "factor"))).astype(np.float32)
+    elif kind == "llama3":
+        frequencies = _llama3(frequencies, rope, _original_context(config, rope))
+    elif kind == "yarn":
+        frequencies, factor = _yarn(periods, rope, _scale_factor(config, rope), _original_context(config, rope))
+    elif kind == "longrope":
+        frequencies, factor = _longrope(periods, rope, _scale_factor(config, rope), _original_context(config, rope))
+    return Rope(tuple(float(x) for x in frequencies), factor)
+
+
+def _scale_factor(config: Config, rope: Config) -> float:
+    """How many times longer than the original the context is."""
+    if "factor" in rope:
+        return _number(rope, "factor")
+    return _count(config, "max_position_embeddings") / _original_context(config, rope)
+
+
+def _number(rope: Config, key: str) -> float:
+    value = rope.get(key)
+    if not isinstance(value, int | float) or value <= 0:
+        raise UserError(f"config.json: rope {key} must be a positive number, found {value!r}")
+    return float(value)
+
+
+def _llama3(frequencies: Floats, rope: Config, original: int) -> Floats:
+    """Long waves slowed by `factor`, short ones kept, a ramp between (Llama 3.1, Dubey et al. 2024, 2407.21783)."""
+    factor, low, high = (np.float32(_number(rope, k)) for k in ("factor", "low_freq_factor", "high_freq_factor"))
+    waves = 1 / frequencies * np.float32(2 * math.pi)
+    scaled = np.where(waves > original / low, frequencies / factor, frequencies)
+    smooth = (1 / waves * np.float32(original) - low) / (high - low)
+    ramp = (1 - smooth) * scaled / factor + smooth * scaled
+    is_between = (waves >= original / high) & (waves <= original / low)
+    return np.where(is_between, ramp, scaled).astype(np.float32)
+
+
+def _yarn(periods: Floats, rope: Config, factor: float, original: int) -> tuple[Floats, float]:
+    """Interpolated where waves are long, extrapolated where short (Peng et al. 2023, arXiv 2309.00071)."""
+    width, base = 2 * len(periods), _number(rope, "rope_theta")
+
+    def boundary(rotations: float) -> float:
+        return width * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = boundary(rope.get("beta_fast") or 32), boundary(rope.get("beta_slow") or 1)
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    high = high + 0.001 if low == high else high
+    ramp = np.clip((np.arange(width // 2, dtype=np.float32) - np.float32(low)) / np.float32(high - low), 0, 1)
+    keep = 1 - ramp
+    frequencies = 1 / (np.float32(factor) * periods) * (1 - keep) + 1 / periods * keep
+
+    def magnitude(strength: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * strength * math.log(factor) + 1.0
+
+    attention = rope.get("attention_factor")
+    if attention is None:
+        both = rope.get("mscale"), rope.get("mscale_all_dim")
+        attention = magnitude(both[0]) / magnitude(both[1]) if both[0] and both[1] else magnitude(1)
+    return frequencies.astype(np.float32), float(attention)
+
+
+def _longrope(periods: Floats, rope: Config, factor: float, original: int) -> tuple[Floats, float]:
+    """One factor per frequency, here those for contexts up to the original (Ding et al. 2024, arXiv 2402.13753)."""
+    short = rope.get("short_factor")
+    if not isinstance(short, Sequence) or len(short) != len(periods):
+        raise UserError(f"config.json: rope short_factor must hold {len(periods)} numbers")
+    attention = rope.get("attention_factor")
+    if attention is None:
+        attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return (1 / (np.array(short, dtype=np.float32) * periods)).astype(np.float32), float(attention)
+
+
+# Quantized checkpoints (compressed-tensors, pack-quantized).
+
+
+def _read_quantizations(config: Config, spec: ModelSpec, tensors: Tensors) -> dict[str, Quantization]:
+    """Linear name -> how it is stored, for every linear that has packed codes."""
+    packed = [x.name for x in spec.linears() if f"{x.name}.weight_packed" in tensors]
+    settings = config.get("quantization_config") or config.get("compression_config")
+    if settings is None:
+        if packed:
+            raise UserError(f"config.json: {packed[0]} is stored packed, but there is no quantization_config")
+        return {}
+    if settings.get("quant_method") != "compressed-tensors" or settings.get("kv_cache_scheme"):
+        raise UserError(
+            f"config.json: quantization_config of {settings.get('quant_method')!r} is not supported; allowed: "
+            "compressed-tensors with format pack-quantized and no kv_cache_scheme"
+        )
+    groups = list((settings.get("config_groups") or {}).values())
+    targets = {target: group for group in groups for target in group.get("targets", ())}
+    ignored = settings.get("ignore") or ()
+    found: dict[str, Quantization] = {}
+    for name in (x.name for x in spec.linears()):
+        matched = None if _matches(name, ignored) else _best_match(name, targets)
+        if matched is None and name in packed:
+            raise UserError(f"config.json: {name} is stored packed, but no group of quantization_config names it")
+        if matched is not None and name in packed:
+            found[name] = _quantization(targets[matched], settings.get("format"))
+        elif matched is not None and f"{name}.weight" in tensors:
+            raise UserError(f"config.json: quantization_config names {name}, but its weight is not stored packed")
+    return found
+
+
+def _matches(name: str, targets: Sequence[str]) -> bool:
+    return _best_match(name, targets) is not None
+
+
+def _best_match(name: str, targets: Sequence[str] | Mapping[str, Any]) -> str | None:
+    """The target that wins for a linear: its name, then a `re:` pattern, then its class."""
+    for target in sorted(targets, key=lambda x: (x == "Linear", x.startswith("re:"), x)):
+        if target in (name, "Linear") or (target.startswith("re:") and re.match(target[3:], name)):
+            return target
+    return None
+
+
+def _quantization(group: Mapping[str, Any], outer_format: str | None) -> Quantization:
+    weights = group.get("weights") or {}
+    form = group.get("format") or outer_format
+    bits, strategy = weights.get("num_bits"), weights.get("strategy")
+    size = weights.get("group_size")
+    size = None if size == -1 or strategy == "channel" else size
+    is_supported = (
+        form == "pack-quantized"
+        and weights.get("type", "int") == "int"
+        and bits in BITS
+        and strategy in ("group", "channel", None)
+        and not group.get("input_activations")
+        and not group.get("output_activations")
+        and not weights.get("dynamic")
+    )
+    if not is_supported or not isinstance(bits, int):
+        raise UserError(
+            f"config.json: quantization_config with format {form!r}, {bits} bits, type {weights.get('type')!r}, "
+            f"strategy {strategy!r} is not supported; allowed: pack-quantized integers of {', '.join(map(str, BITS))} "
+            "bits, group or channel, weights only"
+        )
+    return Quantization(bits, size, bool(weights.get("symmetric", True)))
+
+
+# The table against what is stored.
+
+
+def _check_shapes(spec: ModelSpec, tensors: Tensors) -> None:
+    for name, shape in _expected_shapes(spec).items():
+        if name not in tensors:
+            raise UserError(f"the checkpoint has no tensor {name}, which its config.json asks for")
+        if tensors[name][1] != shape:
+            raise UserError(f"{name} has shape {list(tensors[name][1])}, its config.json asks for {list(shape)}")
+    for linear in spec.linears():
+        if f"{linear.name}.weight_g_idx" in tensors:
+            raise UserError(f"{linear.name}: activation order with a g_idx is not supported; allowed: static groups")
+
+
+def _expected_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor that the table describes."""
+    shapes: dict[str, tuple[int, ...]] = {f"{spec.embedding}.weight": (spec.vocab_size, spec.hidden_size)}
+    if spec.position_embedding is not None:
+        shapes[f"{spec.position_embedding}.weight"] = (spec.max_positions, spec.hidden_size)
+    for norm in spec.norms():
+        shapes[f"{norm.name}.weight"] = (norm.size,)
+        if norm.kind == "layer":
+            shapes[f"{norm.name}.bias"] = (norm.size,)
+    for linear in spec.linears():
+        if linear is spec.head and spec.is_tied and linear.quantization is None:
+            continue
+        shapes.update(_linear_shapes(linear))
+    return shapes
+
+
+def _linear_shapes(linear: Linear) -> dict[str, tuple[int, ...]]:
+    name, rows, columns, q = linear.name, linear.out_features, linear.in_features, linear.quantization
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.bias": (rows,)} if linear.has_bias else {}
+    if q is None:
+        shapes[f"{name}.weight"] = (columns, rows) if linear.is_transposed else (rows, columns)
+        return shapes
+    shapes[f"{name}.weight_packed"] = (rows, -(-columns * q.bits // 32))
+    shapes[f"{name}.weight_scale"] = (rows, linear.num_groups())
+    shapes[f"{name}.weight_shape"] = (2,)
+    if not q.symmetric:
+        shapes[f"{name}.weight_zero_point"] = (-(-rows * q.bits // 32), linear.num_groups())
+    return shapes
