@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("strop: interrupted; run the same command again to go on", file=sys.stderr)
         return 130
-    except Exception:
+    except Exception:  # noqa: BLE001  # the last resort: a bug, told in full
         traceback.print_exc()
         return int(ExitCode.INTERNAL)
 
