@@ -1,0 +1,139 @@
+"""Slow, obvious references and tiny models that several tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+VOCAB_SIZE = 307
+"""Of every tiny model: odd, and a little more than its tokenizer has."""
+BOS, EOS = 0, 1
+
+_LLAMA: Mapping[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "pad_token_id": None,
+}
+_GEMMA: Mapping[str, Any] = {
+    **_LLAMA,
+    "head_dim": 16,
+    "sliding_window": 5,
+    "query_pre_attn_scalar": 20,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+_TINY: Mapping[str, Mapping[str, Any]] = {
+    "llama": {**_LLAMA, "head_dim": 16, "tie_word_embeddings": True},
+    "mistral": {**_LLAMA, "head_dim": 16, "sliding_window": 5},
+    "qwen2": {**_LLAMA, "tie_word_embeddings": True},
+    "qwen3": {**_LLAMA, "head_dim": 16},
+    "gemma2": {**_GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    "gemma3_text": {
+        **_GEMMA,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    "phi3": {
+        **_LLAMA,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75},
+    },
+    "smollm3": {**_LLAMA, "no_rope_layers": [1, 0, 1], "tie_word_embeddings": True},
+    "gpt2": {
+        "vocab_size": VOCAB_SIZE,
+        "n_embd": 48,
+        "n_layer": 3,
+        "n_head": 6,
+        "n_inner": 80,
+        "n_positions": 128,
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+    },
+}
+
+
+def tiny_config(family: str, **changes: Any) -> Any:
+    """A transformers config of a family: 3 layers, 6 heads over 2 K/V heads (gpt2: 6), widths 48 and 80, context 128.
+
+    Widths into every linear are multiples of 16 and not powers of two. Mistral, gemma2 and gemma3_text slide over 5.
+
+    Args:
+        family: A `model_type`; one that is not listed here gets the fields of llama.
+        changes: Fields that differ.
+    """
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(family, **{**_TINY.get(family, _LLAMA), **changes})
+
+
+def tiny_model(family: str, *, seed: int = 0, **changes: Any) -> Any:
+    """A float32 transformers model of `tiny_config` whose every weight, norms and biases too, is random."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    generator = torch.Generator().manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(tiny_config(family, **changes)).eval()
+    with torch.no_grad():
+        for _, weight in sorted(model.named_parameters()):
+            noise = torch.randn(weight.shape, generator=generator)
+            if weight.ndim == 1:
+                weight.add_(noise, alpha=0.2)
+            else:
+                weight.copy_(noise / 48**0.5)
+    return model
+
+
+def tiny_tokenizer() -> Any:
+    """A byte-level BPE tokenizer of 300 tokens with <s> (0), </s> (1) and a chat template."""
+    import pydoc_data.topics
+
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([pydoc_data.topics.topics["assert"]], trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    fast.chat_template = "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] }}</s>\n{% endfor %}"
+    return fast
+
+
+def tiny_folder(
+    folder: Path, family: str = "llama", *, dtype: str = "float32", seed: int = 0, shard: str = "1GB", **changes: Any
+) -> Path:
+    """Save `tiny_model` with its tokenizer, generation config and a licence file, as a hub folder looks.
+
+    Args:
+        folder: Where; made if it is not there.
+        family: As in `tiny_config`.
+        dtype: Of the stored weights.
+        seed: Of the random weights.
+        shard: Largest file, such as `20KB`.
+        changes: Config fields that differ.
+
+    Returns:
+        `folder`.
+    """
+    import torch
+
+    model = tiny_model(family, seed=seed, **changes).to(getattr(torch, dtype))
+    model.save_pretrained(folder, max_shard_size=shard)
+    tiny_tokenizer().save_pretrained(folder)
+    (folder / "LICENSE").write_text("Use it as you like.\n")
+    return folder
