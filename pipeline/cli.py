@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from strop.errors import ConformanceError, ExitCode, UserError
+from strop.errors import ConformanceError, ExitCode, SeveralErrors, UserError
 
 if TYPE_CHECKING:
     from strop.stage import Progress
@@ -42,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return command(args)
     except (UserError, ConformanceError) as error:
-        print(f"strop: error: {' '.join(str(error).split())}", file=sys.stderr)
+        for line in error.lines if isinstance(error, SeveralErrors) else (str(error),):
+            print(f"strop: error: {' '.join(line.split())}", file=sys.stderr)
         return int(error.exit_code)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

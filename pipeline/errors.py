@@ -34,6 +34,14 @@ class UserError(Exception):
     exit_code = ExitCode.USER
 
 
+class SeveralErrors(UserError):
+    """More than one thing that the user can change, one line each."""
+
+    def __init__(self, lines: Iterable[str]) -> None:
+        self.lines = tuple(lines)
+        super().__init__("; ".join(self.lines))
+
+
 class MissingExtra(UserError):
     """An optional library is not installed."""
 
