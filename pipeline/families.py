@@ -503,7 +503,7 @@ def _quantization(group: Mapping[str, Any], outer_format: str | None) -> Quantiz
 
 
 def _check_shapes(spec: ModelSpec, tensors: Tensors) -> None:
-    for name, shape in _expected_shapes(spec).items():
+    for name, shape in expected_shapes(spec).items():
         if name not in tensors:
             raise UserError(f"the checkpoint has no tensor {name}, which its config.json asks for")
         if tensors[name][1] != shape:
@@ -513,7 +513,7 @@ def _check_shapes(spec: ModelSpec, tensors: Tensors) -> None:
             raise UserError(f"{linear.name}: activation order with a g_idx is not supported; allowed: static groups")
 
 
-def _expected_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+def expected_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor that the table describes."""
     shapes: dict[str, tuple[int, ...]] = {f"{spec.embedding}.weight": (spec.vocab_size, spec.hidden_size)}
     if spec.position_embedding is not None:
