@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -137,3 +138,16 @@ def tiny_folder(
     tiny_tokenizer().save_pretrained(folder)
     (folder / "LICENSE").write_text("Use it as you like.\n")
     return folder
+
+
+def slow_harrell_davis(values: list[float], p: float) -> float:
+    """Σ W_i x_(i) with each W_i the beta density summed over ((i-1)/n, i/n) in 2,000 slices."""
+    n = len(values)
+    a, b = p * (n + 1), (1 - p) * (n + 1)
+    log_beta = math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
+    total = 0.0
+    for i, x in enumerate(sorted(values)):
+        slices = ((i + (k + 0.5) / 2000) / n for k in range(2000))
+        weight = sum(math.exp((a - 1) * math.log(u) + (b - 1) * math.log(1 - u) - log_beta) for u in slices)
+        total += weight / (2000 * n) * x
+    return total
