@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +154,7 @@ class Reader:
         return UserError(f"{self.source}:{node.start_mark.line + 1}: {problem}")
 
 
-def override(document: dict[str, Value], assignment: str, lists: tuple[str, ...]) -> None:
+def override(document: dict[str, Value], assignment: str, keys: Iterable[str], lists: Iterable[str]) -> None:
     """Apply one `--set PATH=VALUE`, in place.
 
     A path is made of keys, indices (`gates[0]` or `gates.0`) and, within a list of mappings, the `name` or `use` of one
@@ -163,7 +163,8 @@ def override(document: dict[str, Value], assignment: str, lists: tuple[str, ...]
     Args:
         document: What to change.
         assignment: `PATH=VALUE`; the value is YAML.
-        lists: Top-level lists whose elements can begin a path, the first that has the name wins.
+        keys: What may stand at the top.
+        lists: Keys of lists whose elements can begin a path; the first list that has the name wins.
 
     Raises:
         UserError: The path leads nowhere or the value is not YAML.
@@ -175,10 +176,12 @@ def override(document: dict[str, Value], assignment: str, lists: tuple[str, ...]
         raise UserError(f"{where}: write PATH=VALUE, for example model.dtype=bfloat16 or w4.bits=3")
     value = parse(text, where)
     at: Value = document
-    for name in lists:
-        if steps[0] not in document and len(steps) > 1 and _index(document.get(name), steps[0]) is not None:
-            at = document[name]
-            break
+    if steps[0] not in keys:
+        begins = [document[x] for x in lists if _index(document.get(x), steps[0]) is not None]
+        if not begins:
+            known = [*keys, *(name for x in lists for element in document.get(x) or () for name in _names(element))]
+            raise UserError(f"{where}: nothing is called {steps[0]!r}; {did_you_mean(steps[0], known, limit=30)}")
+        at = begins[0]
     for step in steps[:-1]:
         at = _descend(at, step, where)
     last = steps[-1]

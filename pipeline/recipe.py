@@ -197,7 +197,7 @@ def load(source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         path = shipped[str(source)]
     content = document.read(path)
     for assignment in overrides:
-        document.override(content, assignment, LISTS)
+        document.override(content, assignment, list(RecipeText.model_fields), LISTS)
     return parse(content, path.stem, str(path))
 
 

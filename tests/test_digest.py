@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from strop.digest import code_digest, library_versions
+from strop.digest import library_versions
 
 Digest = Callable[..., str]
 PRINT = "from strop.digest import code_digest; print(code_digest('PACKAGE.stage'))"

@@ -1,0 +1,62 @@
+"""What a number was measured on: processor, memory, system, libraries. Leaves out measuring its speed."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+FLAGS = (
+    "avx",
+    "avx2",
+    "fma",
+    "avx512f",
+    "avx512_vnni",
+    "avx_vnni",
+    "avx512_bf16",
+    "amx_int8",
+    "amx_bf16",
+    "asimd",
+    "sve",
+)
+"""Instruction sets that kernels choose by."""
+LIBRARIES = ("torch", "transformers", "onnxruntime", "onnxruntime-gpu", "numpy", "compressed-tensors", "safetensors")
+
+
+def describe_machine() -> dict[str, Any]:
+    """Processor, instruction sets, usable cores, memory in bytes, system, Python and library versions."""
+    facts = _cpu_facts()
+    flags = facts.get("flags", facts.get("Features", "")).split()
+    return {
+        "cpu": facts.get("model name") or platform.processor() or platform.machine(),
+        "isa": [x for x in FLAGS if x in flags],
+        "cores": usable_cores(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "os": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": platform.python_version(),
+        "libraries": {name: found for name in LIBRARIES if (found := _version(name))},
+    }
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _cpu_facts() -> dict[str, str]:
+    """Of the first processor, as Linux tells them; empty elsewhere."""
+    path = Path("/proc/cpuinfo")
+    if not path.is_file():
+        return {}
+    first = path.read_text(encoding="utf-8").split("\n\n")[0]
+    lines = (line.partition(":") for line in first.splitlines())
+    return {key.strip(): value.strip() for key, _, value in lines}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
