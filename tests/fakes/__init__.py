@@ -1,0 +1,1 @@
+"""Plug-ins for tests, named by dotted names such as `fakes.table_runtime`."""
