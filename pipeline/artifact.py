@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from strop.errors import UserError
 
-Format = Literal["checkpoint", "speculative", "program"]
+Format = Literal["checkpoint", "speculative", "program", "tokens"]
 MANIFEST = "strop.json"
 MANIFEST_VERSION = 1
 
@@ -23,7 +23,8 @@ class Artifact:
 
     Attributes:
         path: The folder.
-        format: `checkpoint` (weights), `speculative` (target and drafter) or `program` (something that runs).
+        format: `checkpoint` (weights), `speculative` (target and drafter), `program` (something that runs) or `tokens`
+            (calibration tokens).
         key: sha256 (64 hex digits) of everything that determined its content.
     """
 

@@ -136,9 +136,9 @@ def add_check(commands: Commands) -> None:
 
 def command_check(args: argparse.Namespace) -> int:
     """Check a recipe and print its plan."""
-    from strop import recipe, store
+    from strop import preflight, recipe, store
 
-    print(recipe.check(recipe.load(args.recipe, args.overrides), store.Store(args.store)).table())
+    print(preflight.check(recipe.load(args.recipe, args.overrides), store.Store(args.store)).table())
     return 0
 
 
@@ -155,9 +155,9 @@ def add_init(commands: Commands) -> None:
 
 def command_init(args: argparse.Namespace) -> int:
     """Write a commented recipe for a model."""
-    from strop import recipe, store
+    from strop import starter, store
 
-    emit(recipe.starter(args.model, store.Store(args.store)), args.out)
+    emit(starter.starter(args.model, store.Store(args.store)), args.out)
     return 0
 
 
@@ -199,7 +199,20 @@ def add_generate(commands: Commands) -> None:
 
 def command_generate(args: argparse.Namespace) -> int:
     """Stream a program's answer to a prompt."""
-    raise UserError("generate: not ready")
+    from strop.reply import Reply
+
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    reply = Reply(args.artifact, threads=args.threads)
+    pieces = reply.stream(
+        prompt, is_raw=args.raw, max_new_tokens=args.max_new_tokens, sampler=reply.sampler(
+            temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed
+        ),
+    )  # fmt: skip
+    for piece in pieces:
+        print(piece, end="", flush=True)
+    print()
+    print(reply.summary(), file=sys.stderr)
+    return 0
 
 
 # -------------------------------------------------------------------------------------------------------- store
@@ -254,7 +267,43 @@ def configure_logging(is_verbose: bool) -> None:
 
 @contextmanager
 def live_progress() -> Iterator[Progress]:
-    """Progress bars on a terminal; elsewhere nothing, the log lines say enough."""
+    """Progress bars on a terminal, with log lines above them; elsewhere nothing, the log lines say enough."""
     from strop.stage import no_progress
 
-    yield no_progress
+    if not sys.stderr.isatty():
+        yield no_progress
+        return
+    from rich.console import Console
+    from rich.logging import RichHandler
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    root = logging.getLogger()
+    plain = root.handlers
+    root.handlers = [RichHandler(console=console, show_path=False, show_level=False, log_time_format="%X")]
+    try:
+        with Progress(*columns, console=console, transient=True) as bars:
+            task = bars.add_task("", visible=False)
+
+            def show(label: str, done: int, total: int) -> None:
+                if bars.tasks[0].description != label:
+                    bars.reset(task)
+                bars.update(task, description=label, completed=done, total=total, visible=done < total)
+
+            yield show
+    finally:
+        root.handlers = plain

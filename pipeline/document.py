@@ -179,7 +179,8 @@ def override(document: dict[str, Value], assignment: str, keys: Iterable[str], l
     if steps[0] not in keys:
         begins = [document[x] for x in lists if _index(document.get(x), steps[0]) is not None]
         if not begins:
-            known = [*keys, *(name for x in lists for element in document.get(x) or () for name in _names(element))]
+            elements = [x for name in lists if isinstance(document.get(name), list) for x in document[name]]
+            known = [*keys, *(name for x in elements for name in _names(x))]
             raise UserError(f"{where}: nothing is called {steps[0]!r}; {did_you_mean(steps[0], known, limit=30)}")
         at = begins[0]
     for step in steps[:-1]:
