@@ -52,6 +52,9 @@ ACTIVATIONS: Mapping[str, Activation] = {
 }
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 BITS = (2, 3, 4, 8)
+UNSAID_CONTEXT = 2048
+"""Tokens that a model of an unknown family is given where its config names no limit."""
+_TENSOR_BYTES: Mapping[str, int] = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}
 
 
 def build_spec(config: Config, tensors: Tensors, dtype: DType) -> ModelSpec:
@@ -76,6 +79,37 @@ def build_spec(config: Config, tensors: Tensors, dtype: DType) -> ModelSpec:
     spec = spec.quantize(_read_quantizations(config, spec, tensors))
     _check_shapes(spec, tensors)
     return spec
+
+
+def opaque_spec(config: Config, tensors: Tensors, dtype: DType) -> ModelSpec:
+    """The table of a family that is not known here: no layers, only what running it through transformers needs.
+
+    Args:
+        config: config.json.
+        tensors: Every tensor of the checkpoint.
+        dtype: Of most tensors.
+
+    Raises:
+        UserError: The config names no family at all, or does not say how large the vocabulary is.
+    """
+    if not isinstance(config.get("model_type"), str):
+        raise UserError("config.json: model_type is missing")
+    inner = {**config, **(config.get("text_config") or {})}
+    vocab = _count(inner, "vocab_size")
+    contexts = (inner.get(key) for key in ("max_position_embeddings", "n_positions", "max_sequence_length"))
+    return ModelSpec(
+        family=config["model_type"],
+        dtype=dtype,
+        vocab_size=vocab,
+        hidden_size=0,
+        max_positions=next((x for x in contexts if isinstance(x, int)), UNSAID_CONTEXT),
+        embedding="",
+        layers=(),
+        final_norm=Norm("", 0, "rms", 0.0),
+        head=Linear("", 0, vocab),
+        is_tied=False,
+        opaque_bytes=sum(math.prod(shape) * _TENSOR_BYTES.get(kind, 1) for kind, shape in tensors.values()),
+    )
 
 
 # Llama and the families that derive from it.

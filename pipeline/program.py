@@ -10,12 +10,16 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from strop import plugin
+from strop.artifact import Artifact, read_manifest
 from strop.errors import UserError
+from strop.stage import Stage
 
 Ints = NDArray[np.int64]
 Logits = NDArray[np.float32]
@@ -184,10 +188,11 @@ class Session:
             rows = np.broadcast_to(np.arange(width, dtype=np.int64), (batch, width))
         else:
             last = 1 if logits == "last" else logits
+            if last > counts.min():
+                raise ValueError(f"logits of the last {last} tokens of a row that brings {counts.min()}")
             rows = counts[:, None] - np.arange(last, 0, -1, dtype=np.int64)
-        result = self._forward(
-            Step(ids, counts, self.lengths, self.lengths[:, None] + offsets, None if tree is None else tree.mask(), rows)
-        )
+        mask = None if tree is None else tree.mask()
+        result = self._forward(Step(ids, counts, self.lengths, self.lengths[:, None] + offsets, mask, rows))
         self._before, self.lengths = self.lengths, self.lengths + counts
         return result
 
@@ -224,3 +229,29 @@ class Session:
 def with_threads(traits: Traits, threads: int) -> Traits:
     """The same traits with another thread count."""
     return dataclasses.replace(traits, threads=threads)
+
+
+class Loader(Protocol):
+    """What an export stage has besides `plan` and `run`."""
+
+    @staticmethod
+    def load(path: Path, traits: Traits) -> Program:
+        """The program that its `run` wrote into `path`, ready to run."""
+
+
+def open_program(artifact: Artifact, threads: int | None = None) -> Program:
+    """Load a program from the store or any folder, through the runtime that wrote it.
+
+    Args:
+        artifact: Its format must be `program`.
+        threads: Intra-op threads; None: as many as it was exported for.
+
+    Raises:
+        UserError: Not a program, or its runtime is not installed here.
+    """
+    manifest = read_manifest(artifact.path)
+    if manifest.traits is None:
+        raise UserError(f"{artifact.path}: a {manifest.format}, not a program: export it first")
+    traits = Traits(**manifest.traits)
+    stage = plugin.find("export", traits.runtime, Stage)
+    return cast(type[Loader], stage).load(artifact.path, traits if threads is None else with_threads(traits, threads))

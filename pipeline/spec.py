@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 from strop.errors import UserError, did_you_mean
 
-
 DType = Literal["float32", "bfloat16", "float16"]
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 SCALE_BYTES = 2
@@ -146,7 +145,14 @@ class LayerSpec:
 
     def norms(self) -> Iterator[Norm]:
         """Every norm of the layer that is there."""
-        for norm in (self.input_norm, self.q_norm, self.k_norm, self.post_attention_norm, self.mlp_norm, self.post_mlp_norm):
+        for norm in (
+            self.input_norm,
+            self.q_norm,
+            self.k_norm,
+            self.post_attention_norm,
+            self.mlp_norm,
+            self.post_mlp_norm,
+        ):
             if norm is not None:
                 yield norm
 
@@ -166,6 +172,8 @@ class ModelSpec:
             `is_tied` and it is quantized, its codes are the embedding too: runtimes look tokens up in them.
         is_tied: Embedding and head are one matrix.
         logit_softcap: cap·tanh(logit / cap) (gemma2), else None.
+        opaque_bytes: Bytes of all tensors of a family that is not known here. Then there are no layers, and of the
+            other fields only `family`, `dtype`, `vocab_size` and `max_positions` mean anything. Else None.
     """
 
     family: str
@@ -181,6 +189,7 @@ class ModelSpec:
     embedding_scale: float = 1.0
     position_embedding: str | None = None
     logit_softcap: float | None = None
+    opaque_bytes: int | None = None
 
     def linears(self) -> Iterator[Linear]:
         """Every linear in the order of computation, the head last."""
@@ -200,15 +209,21 @@ class ModelSpec:
                 the layers, not the head.
 
         Raises:
-            UserError: A pattern matches nothing.
+            UserError: A pattern matches nothing, or the family is not known.
         """
+        if self.opaque_bytes is not None:
+            raise UserError(
+                f"model: {self.family} is not a known family: it can run in eager, but no stage can change it"
+            )
         inside = list(self.linears())[:-1]
         if targets is None:
             return inside
         for pattern in targets:
             if not any(fnmatch.fnmatchcase(x.name, pattern) for x in self.linears()):
                 last_parts = {x.name.rsplit(".", 1)[-1] for x in self.linears()}
-                raise UserError(f"targets: pattern {pattern!r} matches no linear; names end in {did_you_mean(pattern, last_parts)}")
+                raise UserError(
+                    f"targets: pattern {pattern!r} matches no linear; names end in {did_you_mean(pattern, last_parts)}"
+                )
         return [x for x in self.linears() if any(fnmatch.fnmatchcase(x.name, p) for p in targets)]
 
     def quantize(self, choices: Mapping[str, Quantization]) -> ModelSpec:
@@ -225,20 +240,29 @@ class ModelSpec:
             if q is None:
                 continue
             if linear.quantization is not None:
-                raise UserError(f"{linear.name}: already quantized to {linear.quantization.bits} bits by an earlier stage")
+                raise UserError(
+                    f"{linear.name}: already quantized to {linear.quantization.bits} bits by an earlier stage"
+                )
             if q.group_size is not None and linear.in_features % q.group_size:
                 fits = [g for g in (16, 32, 64, 128, 256) if linear.in_features % g == 0]
-                raise UserError(f"group_size {q.group_size} does not divide the {linear.in_features} inputs of {linear.name}; allowed here: {fits or 'null (per channel)'}")
+                raise UserError(
+                    f"group_size {q.group_size} does not divide the {linear.in_features} inputs of {linear.name}; "
+                    f"allowed here: {fits or 'null (per channel)'}"
+                )
 
         def swap(linear: Linear) -> Linear:
             q = choices.get(linear.name)
             return linear if q is None else dataclasses.replace(linear, quantization=q, is_transposed=False)
 
-        layers = tuple(dataclasses.replace(x, linears={role: swap(y) for role, y in x.linears.items()}) for x in self.layers)
+        layers = tuple(
+            dataclasses.replace(x, linears={role: swap(y) for role, y in x.linears.items()}) for x in self.layers
+        )
         return dataclasses.replace(self, layers=layers, head=swap(self.head))
 
     def num_parameters(self) -> int:
         """Weights and biases, a tied matrix counted once."""
+        if self.opaque_bytes is not None:
+            return self.opaque_bytes // DTYPE_BYTES[self.dtype]
         total = sum(x.in_features * x.out_features + (x.out_features if x.has_bias else 0) for x in self.linears())
         total += 0 if self.is_tied else self.vocab_size * self.hidden_size
         total += self.max_positions * self.hidden_size if self.position_embedding else 0
@@ -252,6 +276,8 @@ class ModelSpec:
 
     def size_bytes(self) -> int:
         """Bytes of all tensors of the checkpoint that this table describes (safetensors headers come on top)."""
+        if self.opaque_bytes is not None:
+            return self.opaque_bytes
         width = DTYPE_BYTES[self.dtype]
         total = sum(x.size_bytes(self.dtype) for layer in self.layers for x in layer.linears.values())
         total += self.vocab_size * self.hidden_size * width
@@ -274,15 +300,22 @@ class ModelSpec:
     def from_json(data: Mapping[str, Any]) -> ModelSpec:
         """The table that `to_json` wrote."""
         layers = tuple(
-            LayerSpec(**{
-                **x,
-                "linears": {role: _linear(y) for role, y in x["linears"].items()},
-                **{k: _norm(x[k]) for k in ("input_norm", "mlp_norm", "post_attention_norm", "post_mlp_norm", "q_norm", "k_norm")},
-                "rope": Rope(tuple(x["rope"]["inv_freq"]), x["rope"]["factor"]) if x["rope"] else None,
-            })
+            LayerSpec(
+                **{
+                    **x,
+                    "linears": {role: _linear(y) for role, y in x["linears"].items()},
+                    **{
+                        k: _norm(x[k])
+                        for k in ("input_norm", "mlp_norm", "post_attention_norm", "post_mlp_norm", "q_norm", "k_norm")
+                    },
+                    "rope": Rope(tuple(x["rope"]["inv_freq"]), x["rope"]["factor"]) if x["rope"] else None,
+                }
+            )
             for x in data["layers"]
         )
-        return ModelSpec(**{**data, "layers": layers, "head": _linear(data["head"]), "final_norm": _norm(data["final_norm"])})
+        return ModelSpec(
+            **{**data, "layers": layers, "head": _linear(data["head"]), "final_norm": _norm(data["final_norm"])}
+        )
 
 
 def _linear(data: Mapping[str, Any]) -> Linear:

@@ -10,7 +10,7 @@ import pytest
 import strop
 
 ORDER = (
-    "errors artifact spec families numerics layers model plugin program stage metric statistics decoding worker "
+    "errors artifact spec families numerics layers model plugin stage program metric statistics decoding worker "
     "calibration export methods evals conformance gate report store recipe runner cli"
 ).split()
 ROOTS = {
