@@ -1,23 +1,22 @@
-"""Checkpoint folders: tensor headers, weights read one at a time, checkpoints written as one stream.
+"""Checkpoint folders: the table, weights read one at a time, checkpoints written as one stream.
 
-Leaves out where models come from (sources.py). Torch is imported where a tensor's values are needed, so `strop check`
-can read headers without it.
+Leaves out where models come from (sources.py) and the files that hold tensors (safetensors_file.py). Torch is imported
+where a tensor's values are needed, so `strop check` can read headers without it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from strop.artifact import MANIFEST, read_manifest
 from strop.errors import UserError
-from strop.families import build_spec, expected_shapes
+from strop.families import FAMILIES, build_spec, expected_shapes, opaque_spec
+from strop.safetensors_file import Piece, Stored, locate, read_json, write_json, write_tensors
 from strop.spec import DType, Linear, ModelSpec, Quantization
 
 if TYPE_CHECKING:
@@ -25,13 +24,10 @@ if TYPE_CHECKING:
 
     from strop.layers import Decoder
 
+Headers = Mapping[str, tuple[str, tuple[int, ...]]]
+"""Tensor name -> (safetensors dtype, shape)."""
 CONFIG = "config.json"
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-SHARD_BYTES = 2 * 10**9
-"""Largest safetensors file, unless one tensor alone is larger."""
-LARGEST_HEADER = 100 * 10**6
-"""What the safetensors format allows a header to take."""
+LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*", "COPYING*")
 COMPANIONS = (
     "tokenizer*.json",
     "tokenizer.model",
@@ -43,68 +39,14 @@ COMPANIONS = (
     "chat_template.jinja",
     "chat_template.json",
     "generation_config.json",
-    "LICENSE*",
-    "LICENCE*",
-    "NOTICE*",
-    "COPYING*",
+    *LICENCES,
 )
 """Files that go wherever a model goes. Never code, never weights."""
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """A model folder holds at least one of these."""
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
-ITEM_BYTES: Mapping[str, int] = {
-    **dict.fromkeys(("F64", "I64", "U64"), 8),
-    **dict.fromkeys(("F32", "I32", "U32"), 4),
-    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
-    **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"), 1),
-}
-"""safetensors dtype -> bytes of one value."""
 FLOATS: Mapping[str, DType] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 STORED_AS: Mapping[DType, str] = {dtype: name for name, dtype in FLOATS.items()}
 TORCH_NAMES: Mapping[str, str] = {**FLOATS, "F64": "float64", "I64": "int64", "I32": "int32"}
-
-
-@dataclass(frozen=True)
-class Stored:
-    """Where one tensor lies in a safetensors file.
-
-    Attributes:
-        dtype: safetensors dtype, for example `F32`.
-        file: The shard.
-        offset: Of its first byte in the shard.
-        size_bytes: Of its values.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    file: Path
-    offset: int
-    size_bytes: int
-
-    def read(self) -> bytes:
-        """Its values, as stored."""
-        with self.file.open("rb") as file:
-            file.seek(self.offset)
-            return file.read(self.size_bytes)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A tensor about to be written; its values are made or read when their turn comes.
-
-    Attributes:
-        dtype: safetensors dtype.
-        read: Gives the values, little-endian and row by row.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    read: Callable[[], bytes | memoryview]
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of its values."""
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 # Reading.
@@ -120,92 +62,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise UserError(f"{folder / CONFIG}: must be a JSON object, found a {type(config).__name__}")
     return config
-
-
-def read_json(path: Path) -> Any:
-    """The content of a JSON file.
-
-    Raises:
-        UserError: It is missing or not JSON.
-    """
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise UserError(f"{path.parent}: not a model folder, {path.name} is missing") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: damaged, not JSON ({error})") from error
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder, sorted by name.
-
-    Raises:
-        UserError: There are none, only pickle files, or a shard that the index names is missing.
-    """
-    if (folder / WEIGHTS).is_file():
-        return [folder / WEIGHTS]
-    if (folder / INDEX).is_file():
-        return sorted({folder / name for name in _weight_map(folder).values()})
-    pickles = sorted(p.name for pattern in PICKLES for p in folder.glob(pattern))
-    if pickles:
-        raise UserError(f"{folder}: has only pickle files ({pickles[0]}), which can run code; allowed: {WEIGHTS}")
-    raise UserError(f"{folder}: has no weights; allowed: {WEIGHTS}, or shards with {INDEX}")
-
-
-def _weight_map(folder: Path) -> dict[str, str]:
-    index = read_json(folder / INDEX)
-    names = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(names, dict) or not all(isinstance(x, str) and Path(x).name == x for x in names.values()):
-        raise UserError(f"{folder / INDEX}: damaged, weight_map must name a file of this folder for each tensor")
-    for name in sorted(set(names.values())):
-        if not (folder / name).is_file():
-            raise UserError(f"{folder / INDEX}: names {name}, which is missing")
-    return names
-
-
-def locate(folder: Path) -> dict[str, Stored]:
-    """Tensor name -> where it lies, for every tensor of a model folder, sorted by name.
-
-    Raises:
-        UserError: As `weight_files`, or a file is truncated or damaged.
-    """
-    files = weight_files(folder)
-    found = {name: stored for file in files for name, stored in _read_header(file).items()}
-    if files != [folder / WEIGHTS]:
-        missing = sorted(set(_weight_map(folder)) - set(found))
-        if missing:
-            raise UserError(f"{folder / INDEX}: names tensor {missing[0]}, which no shard holds")
-    return dict(sorted(found.items()))
-
-
-def _read_header(path: Path) -> dict[str, Stored]:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > LARGEST_HEADER:
-            raise UserError(f"{path}: not a safetensors file")
-        text = file.read(length)
-    if len(text) < length:
-        raise UserError(f"{path}: truncated, its header takes {length} bytes, the file has {size}")
-    start = 8 + length
-    try:
-        header = json.loads(text)
-        entries = {
-            k: (v["dtype"], tuple(v["shape"]), *v["data_offsets"]) for k, v in header.items() if k != "__metadata__"
-        }
-        found = {
-            name: Stored(dtype, shape, path, start + first, last - first)
-            for name, (dtype, shape, first, last) in entries.items()
-        }
-        is_sound = all(x.size_bytes == math.prod(x.shape) * ITEM_BYTES[x.dtype] for x in found.values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: damaged, its safetensors header cannot be read") from error
-    if not is_sound:
-        raise UserError(f"{path}: damaged, a tensor's bytes do not match its shape")
-    end = max((x.offset + x.size_bytes for x in found.values()), default=start)
-    if end > size:
-        raise UserError(f"{path}: truncated, its tensors end at byte {end}, the file has {size}")
-    return found
 
 
 def read_headers(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -234,12 +90,30 @@ def read_spec(folder: Path, dtype: DType | None = None) -> ModelSpec:
             raise UserError(f"{folder / MANIFEST}: damaged, its spec cannot be read ({error})") from error
     config, headers = read_config(folder), read_headers(folder)
     try:
-        return build_spec(config, headers, dtype or _main_dtype(folder, headers))
+        return make_spec(config, headers, dtype or _main_dtype(headers))
     except UserError as error:
         raise UserError(f"{folder}: {error}") from error
 
 
-def _main_dtype(folder: Path, headers: Mapping[str, tuple[str, tuple[int, ...]]]) -> DType:
+def make_spec(config: Mapping[str, Any], headers: Headers, dtype: DType) -> ModelSpec:
+    """The table of a checkpoint whose unquantized tensors are of `dtype`, of a known family or not.
+
+    Raises:
+        UserError: As `families.build_spec` and `families.opaque_spec`.
+    """
+    if config.get("model_type") in FAMILIES:
+        return build_spec(config, headers, dtype)
+    return opaque_spec(config, _recast_headers(config, headers, dtype), dtype)
+
+
+def _recast_headers(config: Mapping[str, Any], headers: Headers, dtype: DType) -> Headers:
+    """The tensors of an unknown family in another dtype; nothing changes where some are quantized."""
+    if "quantization_config" in config:
+        return headers
+    return {name: (STORED_AS[dtype] if kind in FLOATS else kind, shape) for name, (kind, shape) in headers.items()}
+
+
+def _main_dtype(headers: Headers) -> DType:
     counts = dict.fromkeys(FLOATS, 0)
     for name, (dtype, shape) in headers.items():
         if dtype in counts and not name.endswith(".weight_scale"):
@@ -247,7 +121,7 @@ def _main_dtype(folder: Path, headers: Mapping[str, tuple[str, tuple[int, ...]]]
     most = max(counts, key=lambda x: counts[x])
     if counts[most] == 0:
         found = ", ".join(sorted({dtype for dtype, _ in headers.values()}))
-        raise UserError(f"{folder}: its weights are {found or 'empty'}; allowed: {', '.join(FLOATS)}")
+        raise UserError(f"its weights are {found or 'empty'}; allowed: {', '.join(FLOATS)}")
     return FLOATS[most]
 
 
@@ -408,12 +282,15 @@ def save_checkpoint(out: Path, spec: ModelSpec, source: Path, changed: Iterable[
         UserError: The source is damaged, or holds scales that bfloat16 cannot hold.
         ValueError: The table describes a tensor that is neither changed nor in the source, or not one that changed.
     """
-    expected = stored_tensors(spec)
+    config, stored = read_config(source), locate(source)
+    if spec.opaque_bytes is None:
+        expected: Headers = stored_tensors(spec)
+    else:
+        expected = _recast_headers(config, {name: (x.dtype, x.shape) for name, x in stored.items()}, spec.dtype)
     spool = out / ".changed"
     try:
         with spool.open("wb") as file:
             pieces = _spool(file, spool, expected, _with_tied_embedding(spec, changed))
-        stored = locate(source)
         for name in expected.keys() - pieces.keys():
             if name not in stored:
                 raise ValueError(f"{source}: no tensor {name}")
@@ -421,7 +298,7 @@ def save_checkpoint(out: Path, spec: ModelSpec, source: Path, changed: Iterable[
         write_tensors(out, pieces)
     finally:
         spool.unlink(missing_ok=True)
-    write_config(out, spec, read_config(source))
+    write_config(out, spec, config)
     copy_companions(source, out)
 
 
@@ -450,7 +327,7 @@ def _with_tied_embedding(
 def _spool(
     file: IO[bytes],
     path: Path,
-    expected: Mapping[str, tuple[str, tuple[int, ...]]],
+    expected: Headers,
     changed: Iterable[tuple[str, Tensor | None]],
 ) -> dict[str, Piece]:
     """Put changed tensors aside in a file as they come, because they are stored in another order."""
@@ -498,61 +375,23 @@ def tensor_bytes(tensor: Tensor, dtype: str) -> memoryview:
     return values.reshape(-1).view(torch.uint8).numpy().data
 
 
-def write_tensors(out: Path, pieces: Mapping[str, Piece], shard_bytes: int = SHARD_BYTES) -> None:
-    """Write safetensors files: one, or where that would be too large numbered shards and their index.
-
-    Args:
-        out: Where.
-        pieces: Tensor name -> tensor.
-        shard_bytes: Largest file, headers apart.
-    """
-    shards: list[dict[str, Piece]] = [{}]
-    for name, piece in sorted(pieces.items()):
-        if shards[-1] and sum(x.size_bytes for x in shards[-1].values()) + piece.size_bytes > shard_bytes:
-            shards.append({})
-        shards[-1][name] = piece
-    if len(shards) == 1:
-        _write_file(out / WEIGHTS, shards[0])
-        return
-    files = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-    for file, shard in zip(files, shards, strict=True):
-        _write_file(out / file, shard)
-    index = {
-        "metadata": {"total_size": sum(x.size_bytes for x in pieces.values())},
-        "weight_map": {name: file for file, shard in zip(files, shards, strict=True) for name in shard},
-    }
-    write_json(out / INDEX, index)
-
-
-def _write_file(path: Path, pieces: Mapping[str, Piece]) -> None:
-    # Wide values first, as the safetensors library does: every tensor is then aligned for views of its dtype.
-    order = sorted(pieces, key=lambda name: (-ITEM_BYTES[pieces[name].dtype], name))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name in order:
-        piece = pieces[name]
-        start, end = end, end + piece.size_bytes
-        header[name] = {"dtype": piece.dtype, "shape": list(piece.shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in order:
-            file.write(pieces[name].read())
-
-
 def write_config(out: Path, spec: ModelSpec, config: Mapping[str, Any]) -> None:
     """Write config.json: the given one with the dtype, ties and quantization that the table says, and no code.
 
-    Each distinct quantization is one config group whose targets are full module names.
+    Each distinct quantization is one config group whose targets are full module names. Of an unknown family only the
+    dtype is changed.
     """
-    dropped = ("torch_dtype", "auto_map", "quantization_config", "compression_config")
-    kept = {key: value for key, value in config.items() if key not in dropped}
+    kept = {key: value for key, value in config.items() if key not in ("torch_dtype", "auto_map")} | {
+        "dtype": spec.dtype
+    }
+    if spec.opaque_bytes is not None:
+        write_json(out / CONFIG, kept)
+        return
+    kept = {key: value for key, value in kept.items() if key not in ("quantization_config", "compression_config")}
     groups: dict[Quantization, list[str]] = {}
     for linear in spec.linears():
         if linear.quantization is not None:
             groups.setdefault(linear.quantization, []).append(linear.name)
-    kept["dtype"] = spec.dtype
     kept["tie_word_embeddings"] = spec.is_tied and spec.head.quantization is None
     if groups:
         kept["quantization_config"] = {
@@ -587,11 +426,6 @@ def _config_group(q: Quantization, names: list[str]) -> dict[str, Any]:
     }
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON with sorted keys: equal values give equal bytes."""
-    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
 def copy_companions(source: Path, out: Path) -> None:
     """Copy what belongs to a model besides weights and config: tokenizer, chat template, generation config, licence."""
     for path in companions(source):
@@ -620,3 +454,24 @@ def load_tokenizer(folder: Path) -> Any:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (ValueError, OSError, KeyError, TypeError) as error:
         raise UserError(f"{folder}: its tokenizer cannot be opened: {str(error).splitlines()[0]}") from error
+
+
+def load_decoder(folder: Path, device: str = "cpu") -> Decoder:
+    """A checkpoint as a `Decoder` in evaluation mode, quantized linears kept packed.
+
+    Args:
+        folder: A checkpoint that strop wrote, or any of a known family.
+        device: `cpu` or `cuda`.
+
+    Raises:
+        UserError: As `read_spec`.
+    """
+    import torch
+
+    from strop.layers import Decoder
+
+    decoder = Decoder(read_spec(folder))
+    with Weights(folder) as weights, torch.no_grad():
+        for name, tensor in decoder.tensors().items():
+            tensor.copy_(weights.load(name))
+    return decoder.to(device).eval()

@@ -10,8 +10,9 @@ import pytest
 import strop
 
 ORDER = (
-    "errors artifact spec families numerics layers model plugin stage program metric statistics decoding worker "
-    "calibration export methods evals conformance gate report store recipe runner cli"
+    "errors artifact spec families numerics layers safetensors_file model gguf_file wheel sources plugin stage program "
+    "metric statistics decoding worker calibration export methods evals conformance gate report plots page store "
+    "recipe runner cli"
 ).split()
 ROOTS = {
     name: Path(strop.__file__).parent if name is None else Path(__import__(f"strop.{name}", fromlist=["_"]).__file__ or "").parent
