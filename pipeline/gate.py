@@ -18,10 +18,13 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from strop.errors import ExitCode, UserError, did_you_mean
 from strop.metric import Estimate, Kind, Measurement, Metric
 from strop.spec import ModelSpec
+from strop.statistics import holm
 
 Outcome = Literal["PASS", "FAIL", "INCONCLUSIVE", "NOT_MEASURED"]
 Level = Literal["standard", "strict", "lenient"]
 Profile = Literal["int4", "int8", "compile_only"]
+FAMILY_ERROR = 0.05
+"""How often a run whose every gate holds exactly at its limit may fail."""
 NO_ROW = "(no row)"
 """Row of the verdict on a gate that binds nothing."""
 
@@ -77,8 +80,9 @@ class Verdict:
         of: The reference whose ratio is bounded, or None.
         unit: Of value and limit; `×` for a ratio to a reference.
         value, lower, upper: The estimate and its one-sided bounds; None where nothing was measured.
-        margin_used: How much of the limit the bound on the bad side uses: 1 at the limit, more beyond it. None where
-            nothing was measured or either is not positive.
+        margin_used: How much of what the gate allows the bound on the bad side uses: 1 at the limit, more beyond it.
+            Counted from the value that loses nothing where there is one (1 of a ratio, 100 of a percentage). None
+            where nothing was measured or the limit is not positive.
     """
 
     metric: str
@@ -169,10 +173,9 @@ def decide(gate: Gate, row: str, measurement: Measurement | None, kind: Kind, mi
     unit = measurement.unit if gate.of is None or estimate == measurement.estimate else "×"
     bad, good = (estimate.upper, estimate.lower) if side == "at_most" else (estimate.lower, estimate.upper)
     outcome, why = _outcome(estimate, gate, bad, good, unit)
-    used = (bad / gate.limit if side == "at_most" else gate.limit / bad) if bad > 0 and gate.limit > 0 else None
     return replace(
         blank, outcome=outcome, why=why, unit=unit, value=estimate.value, lower=estimate.lower, upper=estimate.upper,
-        margin_used=used,
+        margin_used=_margin_used(bad, gate.limit, side, unit),
     )  # fmt: skip
 
 
@@ -304,6 +307,16 @@ def _outcome(estimate: Estimate, gate: Gate, bad: float, good: float, unit: str)
     return "INCONCLUSIVE", f"between {show(estimate.lower, unit)} and {show(estimate.upper, unit)}, {words} {limit}"
 
 
+def _margin_used(bad: float, limit: float, side: Literal["at_most", "at_least"], unit: str) -> float | None:
+    lossless = {"ratio": 1.0, "×": 1.0, "%": 100.0}.get(unit)
+    allows_loss = lossless is not None and (limit > lossless if side == "at_most" else limit < lossless)
+    if lossless is not None and allows_loss:
+        return max(0.0, (bad - lossless) / (limit - lossless))
+    if bad <= 0 or limit <= 0:
+        return None
+    return bad / limit if side == "at_most" else limit / bad
+
+
 def _tail(gate: Gate, measurement: Measurement | None) -> float | None:
     """One-sided p-value of "the true value is within the limit", in units of the estimate's own error rate.
 
@@ -325,12 +338,11 @@ def _tail(gate: Gate, measurement: Measurement | None) -> float | None:
 
 def _hold_family(verdicts: list[Verdict], tails: list[float | None]) -> list[Verdict]:
     """Holm's step-down over a run: a FAIL that does not survive it becomes INCONCLUSIVE."""
-    ranked = sorted((tail, i) for i, tail in enumerate(tails) if tail is not None)
-    held, stopped = list(verdicts), False
-    for rank, (tail, i) in enumerate(ranked):
-        remaining = len(ranked) - rank
-        stopped = stopped or tail * remaining > 1
-        if stopped and verdicts[i].outcome == "FAIL":
-            why = f"{verdicts[i].why}; not significant among the {len(ranked)} gates of this run (Holm)"
+    family = [i for i, tail in enumerate(tails) if tail is not None]
+    adjusted = holm([min(1.0, FAMILY_ERROR * (tails[i] or 0.0)) for i in family])
+    held = list(verdicts)
+    for i, p in zip(family, adjusted, strict=True):
+        if verdicts[i].outcome == "FAIL" and p > FAMILY_ERROR:
+            why = f"{verdicts[i].why}; not significant among the {len(family)} gates of this run (Holm)"
             held[i] = replace(verdicts[i], outcome="INCONCLUSIVE", why=why)
     return held

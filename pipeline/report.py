@@ -28,7 +28,7 @@ SPEED = "latency.decode_tokens_per_s"
 COLUMNS: Mapping[str, str] = {
     "size.total_bytes": "size",
     "divergence.kl_mean": "mean KL",
-    "divergence.same_top": "same top-1",
+    "divergence.same_top": "same top‑1",
     "perplexity.ratio": "ppl ratio",
     "latency.ttft_ms": "TTFT",
     "latency.decode_tokens_per_s": "decode",
@@ -145,6 +145,11 @@ class Report:
         ]
         gates = [Verdict(**x) for x in data["gates"]]
         return Report(rows=rows, gates=gates, stages=[StageRecord(**x) for x in data["stages"]], **rest)
+
+
+def dumps(report: Report) -> str:
+    """The text of `report.json`."""
+    return json.dumps(report.to_json(), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def read_report(path: Path) -> Report:
