@@ -14,17 +14,20 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from strop import __version__, conformance, gate, plugin, preflight, sources
-from strop.artifact import Artifact, hash_file, hash_json, read_manifest
+from strop import conformance, gate, plugin, preflight, report, sources
+from strop.artifact import Artifact, Format, hash_file, hash_json, read_manifest
 from strop.digest import code_digest, library_versions
 from strop.errors import ConformanceError, ExitCode, UserError
 from strop.machine import describe_machine, usable_cores
 from strop.metric import MeasureContext, Measurement, Metric
+from strop.model import load_tokenizer
 from strop.page import write_report
+from strop.program import open_program
 from strop.recipe import Chain, NamedStage, Recipe
 from strop.report import Report, Row, StageRecord
 from strop.spec import DType
@@ -60,13 +63,13 @@ def run(
     rows = work.build()
     work.measure(rows)
     if recipe.attribution == "stages":
-        work.attribute()
+        work.attribute(rows)
     verdicts = gate.judge(recipe.gates, [x.row for x in rows], recipe.evals)
     codes = [gate.exit_code(verdicts)]
     if any(x.row.failures for x in rows):
         codes.append(ExitCode.INCONCLUSIVE)
     result = Report(
-        strop_version=__version__,
+        strop_version=version("strop"),
         recipe=dict(recipe.text),
         recipe_name=recipe.name,
         created=_now(),
@@ -100,7 +103,7 @@ class Run:
         records: Of every stage and export, in the order they ran.
         notes: For the report.
         checkpoints: Chain -> the parent and what each of its stages made.
-        programs: Runtime -> the parent on it.
+        programs: Export's name -> the parent on it.
     """
 
     recipe: Recipe
@@ -111,6 +114,7 @@ class Run:
     notes: list[str] = field(default_factory=list)
     checkpoints: dict[str, list[Artifact]] = field(default_factory=dict)
     programs: dict[str, Artifact] = field(default_factory=dict)
+    _tokens: Path | None = None
 
     @property
     def threads(self) -> int:
@@ -121,12 +125,11 @@ class Run:
 
     def build(self) -> list[Built]:
         """Every row's program, made or reused. The parent's rows come first."""
-        parent = self.source(self.recipe.model.source, self.recipe.model.dtype)
-        exports = list(self.recipe.exports)
-        if EAGER not in [x.name for x in exports]:
-            exports.insert(0, _eager())
+        parent = self.source(self.recipe.model.source, self.recipe.model.dtype, "parent")
+        others = [x for x in self.recipe.exports if x.name != EAGER]
+        eager = next((x for x in self.recipe.exports if x.name == EAGER), _eager())
         rows = []
-        for export in exports:
+        for export in (eager, *others):
             self.programs[export.name] = self.export(export, "parent", parent)
             rows.append(self._row("parent", export, self.programs[export.name]))
         for chain in self.recipe.chains:
@@ -145,7 +148,7 @@ class Run:
         row = Row(name, chain, export.use, program.key, _size(program), is_explored=is_explored)
         return Built(row, program)
 
-    def source(self, source: str, dtype: DType) -> Artifact:
+    def source(self, source: str, dtype: DType, name: str) -> Artifact:
         """A model as a checkpoint in the store."""
         module = "strop.sources"
         key = hash_json(
@@ -156,16 +159,17 @@ class Run:
             }
         )
 
-        def write(out: Path, scratch: Path) -> Mapping[str, Any]:
-            return {"spec": sources.fetch(source, dtype, out, self.progress)}
+        def write(out: Path, _: Path) -> Mapping[str, Any]:
+            return {"spec": sources.fetch(source, dtype, out, self.progress, self.store.wheels)}
 
-        step = Step("parent", "source", {"source": source, "dtype": dtype})
-        return self._make(key, step, "parent", write)
+        step = Step(name, "source", {"source": source, "dtype": dtype})
+        return self._make(key, step, "parent", "checkpoint", write)
 
     def apply(self, stage: NamedStage, chain: Chain, source: Artifact, names: Mapping[str, Artifact]) -> Artifact:
         """What a stage makes of an artifact."""
         artifacts = {
-            x: names[x] if x in names else self.source(x, self.recipe.model.dtype) for x in stage.references().values()
+            x: names[x] if x in names else self.source(x, self.recipe.model.dtype, x)
+            for x in stage.references().values()
         }
         tokens = self.tokens() if stage.stage.needs_calibration else None
 
@@ -211,37 +215,47 @@ class Run:
             return stage.stage.run(source, out, context)
 
         step = Step(stage.name, stage.use, fields)
-        return self._make(key, step, chain, write, stage=stage.stage, after=source, accept=accept)
+        return self._make(key, step, chain, stage.stage.gives, write, after=source, accept=accept)
 
     def tokens(self) -> Path:
-        """The recipe's calibration tokens, made once."""
+        """The recipe's calibration tokens, made once. The parent generates them on the recipe's first runtime."""
+        from strop.calibration.tokens import calibration_tokens
+
+        if self._tokens is not None:
+            return self._tokens
         calibration = self.recipe.calibration
         assert calibration is not None  # preflight refuses a stage that needs some
-        parent = self.checkpoints["main"][0]
+        program = self.programs[self.recipe.exports[0].name]
         module = "strop.calibration.tokens"
         key = hash_json(
             {
-                "spec": calibration.model_dump(mode="json"),
+                "fields": calibration.model_dump(mode="json"),
                 "text": _text_identity(calibration.source),
-                "parent": parent.key,
+                "program": program.key,
                 "code": code_digest(module),
                 "libraries": library_versions(module),
-                "threads": self.threads,
             }
         )
 
         def write(out: Path, scratch: Path) -> Mapping[str, Any]:
-            raise NotImplementedError
+            import numpy as np
+
+            tokens = calibration_tokens(
+                calibration, load_tokenizer(program.path), lambda: open_program(program, self.threads),
+                scratch=scratch, progress=self.progress,
+            )  # fmt: skip
+            np.save(out / TOKENS, tokens)
+            return {"report": {"samples": tokens.shape[0], "length": tokens.shape[1]}}
 
         step = Step("calibration", calibration.source, calibration.model_dump(mode="json"))
-        return self._make(key, step, "main", write, after=parent).path / TOKENS
+        self._tokens = self._make(key, step, "main", "tokens", write).path / TOKENS
+        return self._tokens
 
     def _make(
-        self, key: str, step: Step, chain: str, write: Callable[[Path, Path], Mapping[str, Any]], *,
-        stage: Stage | None = None, after: Artifact | None = None, accept: Callable[[Artifact], None] | None = None,
+        self, key: str, step: Step, chain: str, format: Format, write: Callable[[Path, Path], Mapping[str, Any]], *,
+        after: Artifact | None = None, accept: Callable[[Artifact], None] | None = None,
     ) -> Artifact:  # fmt: skip
         """Find or build one object, note what it took, and keep a record for the report."""
-        format = stage.gives if stage else "tokens" if step.name == "calibration" else "checkpoint"
         cached = self.store.get(key)
         if cached is None:
             log.info("%s / %s: %s starts", chain, step.name, key[:SHORT])
@@ -277,6 +291,31 @@ class Run:
             for name, metric in self.recipe.evals.items():
                 if metric.kind == "speed":
                     self._measure(built, name, metric)
+
+    def attribute(self, rows: list[Built]) -> None:
+        """Note in the records what the model is worth after each stage: distance to the parent, and bytes.
+
+        Measured as the rows are, on the recipe's first runtime: what a stage cost is the difference to the one before.
+        """
+        use, _, quantity = report.QUALITY.partition(".")
+        if use not in self.recipe.evals:
+            return
+        export = self.recipe.exports[0]
+        for chain in self.recipe.chains:
+            for stage, checkpoint in zip(chain.stages, self.checkpoints[chain.name][1:], strict=True):
+                built = next((x for x in rows if x.row.name == f"{chain.name} / {export.name}"), None)
+                if checkpoint is not self.checkpoints[chain.name][-1]:
+                    program = self.export(export, chain.name, checkpoint)
+                    built = self._row(f"{chain.name} after {stage.name}", export, program)
+                    self._measure(built, use, self.recipe.evals[use])
+                assert built is not None
+                measured = built.row.measurements.get(report.QUALITY)
+                if measured is not None:
+                    worth = {quantity: measured.estimate.value, "size_bytes": built.row.size_bytes}
+                    self.records = [
+                        replace(x, attribution=worth) if (x.chain, x.key) == (chain.name, checkpoint.key) else x
+                        for x in self.records
+                    ]
 
     def _measure(self, built: Built, name: str, metric: Metric) -> None:
         """Measure one metric of one row, or remember it. What it raises ends up in the row's failures."""
