@@ -115,6 +115,53 @@ def tiny_tokenizer() -> Any:
     return fast
 
 
+def decoder_of(model: Any) -> Any:
+    """Our `Decoder` with the weights of a transformers model."""
+    import torch
+
+    from strop.families import build_spec
+    from strop.layers import Decoder
+
+    weights = dict(model.state_dict())
+    if model.config.tie_word_embeddings:
+        del weights["lm_head.weight"]
+    headers = {name: ("F32", tuple(tensor.shape)) for name, tensor in weights.items()}
+    decoder = Decoder(build_spec(model.config.to_dict(), headers, str(model.dtype).removeprefix("torch.")))
+    with torch.no_grad():
+        for name, tensor in decoder.tensors().items():
+            tensor.copy_(weights[name])
+    return decoder.eval()
+
+
+def random_decoder(spec: Any, seed: int = 0) -> Any:
+    """A `Decoder` of any table with random weights, quantized where the table says so."""
+    import torch
+
+    from strop import numerics
+    from strop.layers import Decoder, QuantLinear
+
+    generator = torch.Generator().manual_seed(seed)
+    decoder = Decoder(spec)
+    with torch.no_grad():
+        for name, tensor in decoder.tensors().items():
+            if tensor.dtype.is_floating_point:
+                noise = torch.randn(tensor.shape, generator=generator)
+                is_norm = tensor.ndim == 1 and name.endswith(".weight")
+                tensor.copy_(1 + 0.2 * noise if is_norm else noise / tensor.shape[-1] ** 0.5)
+        for linear in spec.linears():
+            module = decoder.linear(linear.name)
+            if isinstance(module, QuantLinear):
+                q = linear.quantization
+                weight = torch.randn(linear.out_features, linear.in_features, generator=generator)
+                scale, zero = numerics.find_scales(weight / linear.in_features**0.5, q)
+                codes = numerics.quantize(weight / linear.in_features**0.5, scale, zero, q.bits)
+                module.packed.copy_(numerics.pack(codes, q.bits))
+                module.scale.copy_(scale)
+                if module.zero is not None:
+                    module.zero.copy_(numerics.pack(zero, q.bits, axis=0))
+    return decoder.eval()
+
+
 def tiny_folder(
     folder: Path, family: str = "llama", *, dtype: str = "float32", seed: int = 0, shard: str = "1GB", **changes: Any
 ) -> Path:
