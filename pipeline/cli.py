@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from strop.errors import ConformanceError, ExitCode, SeveralErrors, UserError
 
@@ -70,14 +70,14 @@ def parser() -> argparse.ArgumentParser:
     return root
 
 
-Commands = argparse._SubParsersAction  # type: ignore[type-arg]  # argparse exports no public name for it
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # argparse has no public name for it
 
 
 def add_command(
     commands: Commands, name: str, run: Callable[[argparse.Namespace], int], summary: str
 ) -> argparse.ArgumentParser:
     """A sub-command with the options that all of them have."""
-    command: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=summary)
+    command = commands.add_parser(name, help=summary, description=summary)
     command.set_defaults(command=run)
     command.add_argument("-v", "--verbose", action="store_true", help="say more on stderr")
     return command
@@ -199,15 +199,13 @@ def add_generate(commands: Commands) -> None:
 
 def command_generate(args: argparse.Namespace) -> int:
     """Stream a program's answer to a prompt."""
+    from strop.decoding.plain import Sampler
     from strop.reply import Reply
 
+    sampler = Sampler(args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     reply = Reply(args.artifact, threads=args.threads)
-    pieces = reply.stream(
-        prompt, is_raw=args.raw, max_new_tokens=args.max_new_tokens, sampler=reply.sampler(
-            temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed
-        ),
-    )  # fmt: skip
+    pieces = reply.stream(prompt, is_raw=args.raw, max_new_tokens=args.max_new_tokens, sampler=sampler)
     for piece in pieces:
         print(piece, end="", flush=True)
     print()

@@ -131,6 +131,7 @@ class Reader:
 
     def scalar(self, node: yaml.Node) -> Value:
         """Text, or what unquoted text reads as."""
+        assert isinstance(node, yaml.ScalarNode)
         if node.style in ("'", '"', "|", ">"):
             self.require(node, "str")
             return node.value

@@ -11,9 +11,9 @@ from pathlib import Path
 from strop.calibration.text import documents, overlap
 from strop.errors import UserError, did_you_mean
 from strop.gate import check_gates, show
-from strop.sources import describe
 from strop.recipe import Chain, NamedStage, Recipe
 from strop.report import aligned
+from strop.sources import describe
 from strop.spec import ModelSpec
 from strop.stage import Plan
 from strop.store import Store

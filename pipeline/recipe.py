@@ -269,15 +269,15 @@ class Parser:
         use = fields.pop("use", None)
         name = fields.pop("name", use)
         if not isinstance(use, str):
-            found = "is missing" if use is None else f"{use!r} is not text"
-            self.errors.append(f"{place}.use: {found}; {did_you_mean(str(use), plugin.names(kind))}")
+            problem = "is missing" if use is None else f"{use!r} is not text"
+            self.errors.append(f"{place}.use: {problem}; {did_you_mean(str(use), plugin.names(kind))}")
             return None
         if not isinstance(name, str) or not NAME.fullmatch(name) or name in RESERVED:
             rule = f"letters, digits and _ . + -, and none of {', '.join(RESERVED)}"
             self.errors.append(f"{place}.name: {name!r} is not allowed; allowed: {rule}")
             return None
         try:
-            found = plugin.find(kind, use, base)  # type: ignore[type-abstract]  # only its subclasses are made
+            found = plugin.find(kind, use, base)
         except UserError as error:
             self.errors.append(f"{place}.{error}")
             return None
@@ -404,7 +404,9 @@ def json_schema() -> dict[str, Any]:
         return result
 
     def choices(kind: plugin.Kind, base: type[P]) -> dict[str, Any]:
-        options = [{"properties": {"use": {"pattern": r"\."}}, "required": ["use"], "title": "a dotted module name"}]
+        options: list[dict[str, Any]] = [
+            {"properties": {"use": {"pattern": r"\."}}, "required": ["use"], "title": "a dotted module name"}
+        ]
         for name in plugin.names(kind):
             option = schema(plugin.find(kind, name, base))
             option["properties"] = {"use": {"const": name}, "name": {"type": "string"}, **option["properties"]}

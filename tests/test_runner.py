@@ -14,14 +14,13 @@ from typing import Any
 
 import pytest
 import yaml
+from references import tiny_folder
 
 from strop import recipe, runner
-from strop.artifact import hash_file, list_files, read_manifest
-from strop.errors import ConformanceError, ExitCode, UserError
+from strop.artifact import hash_file, list_files
+from strop.errors import ExitCode, UserError
 from strop.report import Report, read_report
 from strop.store import Store
-
-from references import tiny_folder
 
 METRIC = '''
 from typing import ClassVar
