@@ -1,0 +1,76 @@
+"""The table survives JSON, counts bytes as files do, and refuses what cannot be quantized."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from references import decoder_of, random_decoder, tiny_folder, tiny_model
+from safetensors import safe_open
+
+from strop.errors import UserError
+from strop.families import FAMILIES
+from strop.spec import ModelSpec, Quantization
+
+SCHEMES = [
+    Quantization(bits, group, symmetric) for bits in (2, 3, 4, 8) for group in (16, None) for symmetric in (True, False)
+]
+
+
+def spec_of(family: str, **changes: Any) -> ModelSpec:
+    spec: ModelSpec = decoder_of(tiny_model(family, **changes)).spec
+    return spec
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_json_reads_back_to_an_equal_table(family: str) -> None:
+    spec = spec_of(family)
+    assert ModelSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
+    quantized = spec.quantize({x.name: Quantization(4, 16, False) for x in spec.linears()})
+    assert ModelSpec.from_json(json.loads(json.dumps(quantized.to_json()))) == quantized
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bytes_are_those_of_the_file(tmp_path: Path, family: str, dtype: str) -> None:
+    tiny_folder(tmp_path, family, dtype=dtype)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        stored = sum(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118 (not a mapping)
+    assert decoder_of(tiny_model(family).to(getattr(torch, dtype))).spec.size_bytes() == stored
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_bytes_of_quantized_linears_are_those_of_their_tensors(scheme: Quantization, is_tied: bool) -> None:
+    plain = spec_of("llama", tie_word_embeddings=is_tied, attention_bias=True)
+    spec = plain.quantize({x.name: scheme for x in plain.linears()})
+    tensors = random_decoder(spec).tensors()
+    shapes = 16 * len(list(spec.linears()))  # weight_shape of each, two int64, which the decoder has no use for
+    embedding = 4 * spec.vocab_size * spec.hidden_size if is_tied else 0  # stays in the file beside its tied codes
+    assert spec.size_bytes() == sum(x.nbytes for x in tensors.values()) + shapes + embedding
+
+
+def test_cache_bytes_count_layers_with_keys_of_their_own() -> None:
+    assert spec_of("llama").kv_bytes_per_token() == 3 * 2 * 2 * 16 * 4
+    assert spec_of("llama").kv_bytes_per_token(2) == 3 * 2 * 2 * 16 * 2
+
+
+def test_patterns_match_full_names() -> None:
+    spec = spec_of("llama")
+    assert [x.name for x in spec.match(["*.1.mlp.down_proj", "lm_head"])] == ["model.layers.1.mlp.down_proj", "lm_head"]
+    assert len(spec.match(None)) == 3 * 7
+    with pytest.raises(UserError, match=r"'\*\.down' matches no linear; .*down_proj"):
+        spec.match(["*.mlp.*", "*.down"])
+
+
+def test_quantizing_twice_or_by_a_group_that_does_not_divide_is_refused() -> None:
+    spec = spec_of("llama")
+    name = "model.layers.0.mlp.down_proj"
+    once = spec.quantize({name: Quantization(4, 16, True)})
+    with pytest.raises(UserError, match="already quantized to 4 bits"):
+        once.quantize({name: Quantization(8, 16, True)})
+    with pytest.raises(UserError, match=r"32 does not divide the 80 inputs of model.layers.0.mlp.down_proj.*\[16\]"):
+        spec.quantize({name: Quantization(4, 32, True)})
