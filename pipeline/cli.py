@@ -220,6 +220,9 @@ def add_store(commands: Commands) -> None:
     """`strop store ls | gc | verify`."""
     command = add_command(commands, "store", command_store, "list, clean or verify the store")
     command.add_argument("action", choices=("ls", "gc", "verify"))
+    command.add_argument(
+        "--older-than", type=float, default=30.0, metavar="DAYS", help="gc: objects not used for so long (default: 30)"
+    )
     add_store_option(command)
 
 
@@ -228,8 +231,10 @@ def command_store(args: argparse.Namespace) -> int:
     from strop import store
 
     place = store.Store(args.store)
-    actions: dict[str, Callable[[], str]] = {"ls": place.ls, "gc": place.gc, "verify": place.verify}
-    print(actions[args.action]())
+    if args.action == "gc":
+        print(place.gc(args.older_than))
+    else:
+        print(place.ls() if args.action == "ls" else place.verify())
     return 0
 
 

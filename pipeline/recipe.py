@@ -408,7 +408,7 @@ def json_schema() -> dict[str, Any]:
             {"properties": {"use": {"pattern": r"\."}}, "required": ["use"], "title": "a dotted module name"}
         ]
         for name in plugin.names(kind):
-            option = schema(plugin.find(kind, name, base))
+            option: dict[str, Any] = schema(plugin.find(kind, name, base))
             option["properties"] = {"use": {"const": name}, "name": {"type": "string"}, **option["properties"]}
             option["required"] = ["use", *option.get("required", [])]
             options.append({**option, "title": name})
