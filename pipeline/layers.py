@@ -138,13 +138,29 @@ class Layer(nn.Module):
             rotary: Of this layer's rope at the tokens' positions; None where the layer has no rope.
             attend: What keeps keys and values and computes attention over them.
         """
+        x = self.add_attention(x, self.attention(x, rotary, attend))
+        return self.add_mlp(x, self.inner(x))
+
+    def attention(self, x: Tensor, rotary: Rotary | None, attend: Attend) -> Tensor:
+        """What `o` takes: (B, K, heads · D). Arguments as `forward`."""
         q, k, v = self._project(self.input_norm(x))
         if rotary is not None:
             q = _rotate(q, rotary)
             k = None if k is None else _rotate(k, rotary)
-        y: Tensor = self.o(attend(q, k, v).transpose(1, 2).flatten(2))
-        x = x + (y if self.post_attention_norm is None else self.post_attention_norm(y))
-        y = self.down(self._inner(self.mlp_norm(x)))
+        return attend(q, k, v).transpose(1, 2).flatten(2)
+
+    def add_attention(self, x: Tensor, heads: Tensor) -> Tensor:
+        """x (B, K, H) and what `o` takes -> x after attention."""
+        y: Tensor = self.o(heads)
+        return x + (y if self.post_attention_norm is None else self.post_attention_norm(y))
+
+    def inner(self, x: Tensor) -> Tensor:
+        """What `down` takes, from x (B, K, H) after attention: (B, K, intermediate_size)."""
+        return self._activate(self.mlp_norm(x))
+
+    def add_mlp(self, x: Tensor, inner: Tensor) -> Tensor:
+        """x (B, K, H) after attention and what `down` takes -> x after the layer."""
+        y: Tensor = self.down(inner)
         return x + (y if self.post_mlp_norm is None else self.post_mlp_norm(y))
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -163,8 +179,8 @@ class Layer(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v
 
-    def _inner(self, x: Tensor) -> Tensor:
-        """What `down` takes: (B, K, intermediate_size)."""
+    def _activate(self, x: Tensor) -> Tensor:
+        """Normed x (B, K, H) -> (B, K, intermediate_size)."""
         gate: Tensor
         up: Tensor
         if self.has_fused_mlp:
@@ -320,7 +336,7 @@ class Decoder(nn.Module):
             (B, n, V) float32.
         """
         step = _Step(cache, lengths, positions, mask)
-        rotary = self._rotary(positions)
+        rotary = self.rotary(positions)
         x = self.embed(ids, positions)
         for index, layer in enumerate(self.layers):
             rope = self._rope_of[index]
@@ -352,28 +368,38 @@ class Decoder(nn.Module):
         Raises:
             KeyError: The layer shares another's keys and values and `kept` has none.
         """
-        spec, length = self.spec.layers[index], x.shape[1]
         if positions is None:
-            positions = torch.arange(length, device=x.device)[None]
-        kept = {} if kept is None else kept
+            positions = torch.arange(x.shape[1], device=x.device)[None]
+        rotary, attend = self.whole(index, positions.expand(len(x), -1), {} if kept is None else kept)
+        hidden: Tensor = self.layers[index](x, rotary, attend)
+        return hidden
+
+    def whole(
+        self, index: int, positions: Tensor, kept: dict[int, tuple[Tensor, Tensor]]
+    ) -> tuple[Rotary | None, Attend]:
+        """What a layer needs to run over whole sequences without a cache: `rotary` and `attend` of `Layer.forward`.
+
+        Args:
+            index: Of the layer.
+            positions: (B, T).
+            kept: As in `block`.
+        """
+        spec, length = self.spec.layers[index], positions.shape[1]
 
         def attend(q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
             if k is not None and v is not None:
                 kept[index] = k, v
             k, v = kept[index if spec.kv_from_layer is None else spec.kv_from_layer]
             is_causal = spec.window is None or length <= spec.window
-            start = torch.zeros(1, dtype=torch.int64, device=x.device)
-            own = positions.expand(len(x), -1)
-            mask = None if is_causal else _mask(start, own, None, range(length), spec.window)
+            start = torch.zeros(1, dtype=torch.int64, device=q.device)
+            mask = None if is_causal else _mask(start, positions, None, range(length), spec.window)
             return _attention(spec, q, k, v, mask, is_causal)
 
         rope = self._rope_of[index]
-        layer = self.layers[index]
-        hidden: Tensor = layer(x, None if rope is None else self._rotary(positions)[rope], attend)
-        return hidden
+        return None if rope is None else self.rotary(positions)[rope], attend
 
-    def _rotary(self, positions: Tensor) -> list[Rotary]:
-        """cos and sin of each distinct rope, computed in float32."""
+    def rotary(self, positions: Tensor) -> list[Rotary]:
+        """cos and sin of each distinct rope at positions (B, K), computed in float32."""
         if positions.device not in self._frequencies:
             tensors = [torch.tensor(x.inv_freq, dtype=torch.float32, device=positions.device) for x in self._ropes]
             self._frequencies[positions.device] = tensors

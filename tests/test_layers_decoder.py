@@ -215,7 +215,7 @@ def test_a_layer_can_use_the_keys_and_values_of_another(family: str) -> None:
             tensor.copy_(weights.get(name, tensor))
     tokens = ids(2, 9)
     running = session(decoder, 2)
-    assert len(running._cache) == 4
+    assert len(running.program.allocate(2, 9)) == 4
     found = np.concatenate([running.step(tokens[:, :5], logits="all"), running.step(tokens[:, 5:], logits="all")], 1)
     with torch.inference_mode():
         assert_close(found, by_hand(full, torch.tensor(tokens)).numpy())
@@ -237,7 +237,7 @@ def by_hand(decoder: Decoder, tokens: Tensor) -> Tensor:
         causal = torch.ones(scores.shape[-2:]).tril().bool()
         return scores.masked_fill(~causal, -torch.inf).softmax(-1) @ values.repeat_interleave(3, 1)
 
-    rotary = decoder._rotary(torch.arange(tokens.shape[1])[None])[0]
+    rotary = decoder.rotary(torch.arange(tokens.shape[1])[None])[0]
     return decoder.logits(layer(x, rotary, attend))
 
 
