@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -198,3 +198,15 @@ def slow_harrell_davis(values: list[float], p: float) -> float:
         weight = sum(math.exp((a - 1) * math.log(u) + (b - 1) * math.log(1 - u) - log_beta) for u in slices)
         total += weight / (2000 * n) * x
     return total
+
+
+def slow_softmax(logits: Sequence[float]) -> list[float]:
+    """exp(x) / Σ exp(x), one number after the other."""
+    weights = [math.exp(x) for x in logits]
+    return [w / math.fsum(weights) for w in weights]
+
+
+def slow_kl(parent: Sequence[float], candidate: Sequence[float]) -> float:
+    """Σ p log(p / q) of two rows of logits, nats."""
+    pairs = zip(slow_softmax(parent), slow_softmax(candidate), strict=True)
+    return math.fsum(p * math.log(p / q) for p, q in pairs)
