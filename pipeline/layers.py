@@ -370,7 +370,7 @@ class Decoder(nn.Module):
         """
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)[None]
-        rotary, attend = self.whole(index, positions.expand(len(x), -1), {} if kept is None else kept)
+        rotary, attend = self.whole(index, positions, {} if kept is None else kept)
         hidden: Tensor = self.layers[index](x, rotary, attend)
         return hidden
 
@@ -381,7 +381,7 @@ class Decoder(nn.Module):
 
         Args:
             index: Of the layer.
-            positions: (B, T).
+            positions: (B, T), or (1, T) where all rows have the same.
             kept: As in `block`.
         """
         spec, length = self.spec.layers[index], positions.shape[1]
