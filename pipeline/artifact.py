@@ -71,6 +71,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise UserError(f"{path}: damaged, not JSON ({error})") from error
     if not isinstance(data, dict) or data.pop("strop", None) != MANIFEST_VERSION:
         raise UserError(f"{path}: written by another version of strop, this one reads version {MANIFEST_VERSION}")
+    if data.pop("digest", None) != _digest(data):
+        raise UserError(f"{path}: damaged, its content was changed after it was written")
     try:
         return Manifest(**{**data, "lineage": tuple(data.get("lineage", ()))})
     except TypeError as error:
@@ -79,8 +81,15 @@ def read_manifest(folder: Path) -> Manifest:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write `strop.json`, replacing the one that is there."""
-    data = {"strop": MANIFEST_VERSION, **{k: getattr(manifest, k) for k in Manifest.__dataclass_fields__}}
+    fields = {k: getattr(manifest, k) for k in Manifest.__dataclass_fields__}
+    data = json.loads(json.dumps(fields))  # as it will be read: keys are text, tuples are lists
+    data = {"strop": MANIFEST_VERSION, "digest": _digest(data), **data}
     write_atomically(folder / MANIFEST, json.dumps(data, indent=1, sort_keys=True).encode())
+
+
+def _digest(data: Mapping[str, Any]) -> str:
+    """sha256 of a manifest's content: a change by hand or by a failing disk shows."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
 def open_artifact(folder: Path) -> Artifact:
