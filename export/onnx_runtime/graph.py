@@ -1,0 +1,459 @@
+"""A model's table and weights -> model.onnx, one graph for prefill and decoding. Leaves out running it (session.py).
+
+Legend: B rows, K new tokens a row, n rows of logits, H hidden size, V vocabulary, M tokens that the cache holds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from strop import numerics
+from strop.export.onnx_runtime import layout
+from strop.model import Weights, load_linear
+from strop.spec import LayerSpec, Linear, ModelSpec, Norm
+
+Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
+
+CONTRIB = "com.microsoft"
+OPSETS = {"": 21, CONTRIB: 1}
+IR_VERSION = 10
+FLOAT, INT32, INT64, UINT8 = ir.DataType.FLOAT, ir.DataType.INT32, ir.DataType.INT64, ir.DataType.UINT8
+
+
+def write_model(spec: ModelSpec, weights: Weights, out: Path, *, accuracy_level: int, trees: bool) -> dict[str, int]:
+    """Write model.onnx and model.onnx.data; equal inputs give equal bytes. One matrix is in memory at a time.
+
+    Args:
+        spec: A table that `layout.check` let pass.
+        weights: Its checkpoint.
+        out: Folder.
+        accuracy_level: Of MatMulNBits: 4 quantizes activations to int8, 1 keeps float32.
+        trees: Add inputs for positions and attention bias.
+
+    Returns:
+        Operator -> number of nodes.
+    """
+    with (out / layout.DATA).open("wb") as file:
+        graph = _Lowering(spec, weights, _DataFile(file, out), accuracy_level, trees).graph()
+        size = file.tell()
+    ropes = [{"inv_freq": x.inv_freq, "factor": x.factor} for x in layout.ropes(spec)]
+    metadata = {layout.DATA_BYTES: str(size), layout.ROPES: json.dumps(ropes)}
+    ir.save(ir.Model(graph, ir_version=IR_VERSION, producer_name="strop", metadata_props=metadata), out / layout.MODEL)
+    operators = [node.op_type for node in graph]
+    return {name: operators.count(name) for name in sorted(set(operators))}
+
+
+class _DataFile:
+    """The file of external data, written front to back."""
+
+    def __init__(self, file: IO[bytes], folder: Path) -> None:
+        self.file, self.folder = file, folder
+        self.tensors: list[ir.Value] = []
+
+    def add(self, name: str, dtype: ir.DataType, shape: Sequence[int], parts: Iterable[NDArray[Any]]) -> ir.Value:
+        """Append one tensor, given in pieces that are written one after another."""
+        size = _size_bytes(dtype, shape)
+        step = layout.PAGE if size >= layout.LARGE else layout.ALIGNMENT
+        self.file.write(bytes(-self.file.tell() % step))
+        start = self.file.tell()
+        for part in parts:
+            self.file.write(np.ascontiguousarray(part).data)
+        assert self.file.tell() - start == size, name
+        return self._value(name, dtype, shape, start)
+
+    def view(self, value: ir.Value, name: str, shape: Sequence[int]) -> ir.Value:
+        """Another tensor over the same bytes."""
+        assert isinstance(value.const_value, ir.ExternalTensor)
+        return self._value(name, value.const_value.dtype, shape, value.const_value.offset or 0)
+
+    def _value(self, name: str, dtype: ir.DataType, shape: Sequence[int], start: int) -> ir.Value:
+        size = _size_bytes(dtype, shape)
+        tensor = ir.ExternalTensor(
+            layout.DATA, start, size, dtype, shape=ir.Shape(shape), name=name, base_dir=self.folder
+        )
+        value = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype), const_value=tensor)
+        self.tensors.append(value)
+        return value
+
+
+class _Lowering:
+    """Builds the graph in the order of computation, writing each tensor when it comes up."""
+
+    def __init__(self, spec: ModelSpec, weights: Weights, data: _DataFile, accuracy_level: int, trees: bool) -> None:
+        self.spec, self.weights, self.data = spec, weights, data
+        self.accuracy_level, self.trees = accuracy_level, trees
+        self.nodes: list[ir.Node] = []
+        self.inputs = _inputs(spec, trees)
+        self.constants: dict[str, ir.Value] = {}
+        self.stored: dict[str, list[ir.Value]] = {}
+        self.new: dict[int, tuple[ir.Value | None, ir.Value | None]] = {}
+        """Layer -> its keys and values of the new tokens, where they are not one tensor with the queries."""
+        self.cache: dict[int, list[ir.Value]] = {}
+        """Layer -> keys and values of all tokens."""
+
+    def graph(self) -> ir.Graph:
+        """Everything, from token ids to logits."""
+        spec, last = self.spec, len(self.spec.layers) - 1
+        x, branch = self._embed(), None
+        for index, layer in enumerate(spec.layers):
+            normed, x = self._norm(layer.input_norm, x, branch)
+            branch = self._attention(index, normed)
+            if index == last:
+                # What the last layer does after attention is needed only where logits are asked for.
+                x, branch = (
+                    self._pick_rows(x, spec.hidden_size),
+                    self._pick_rows(branch, layer.num_heads * layer.head_dim),
+                )
+            branch = self._linear([layer.linears["o"]], branch)
+            if layer.post_attention_norm is not None:
+                branch, _ = self._norm(layer.post_attention_norm, branch, None)
+            normed, x = self._norm(layer.mlp_norm, x, branch)
+            branch = self._mlp(layer, normed)
+            if layer.post_mlp_norm is not None:
+                branch, _ = self._norm(layer.post_mlp_norm, branch, None)
+        normed, _ = self._norm(spec.final_norm, x, branch)
+        logits = self._logits(normed)
+        logits.name, logits.type, logits.shape = "logits", ir.TensorType(FLOAT), ir.Shape(("B", "n", spec.vocab_size))
+        return ir.Graph(
+            list(self.inputs.values()),
+            [logits, *(x for cache in self.cache.values() for x in cache)],
+            nodes=self.nodes,
+            initializers=[*self.constants.values(), *self.data.tensors],
+            opset_imports=OPSETS,
+            name=spec.family,
+        )
+
+    # Pieces of a decoder.
+
+    def _embed(self) -> ir.Value:
+        spec, ids = self.spec, self.inputs["ids"]
+        if layout.shares_codes(spec):
+            codes, scales, *zeros = self._packed([spec.head])
+            packing = layout.packing(spec.head)
+            rows = self.data.view(codes, f"{spec.embedding}.codes", (spec.vocab_size, packing.row_bytes))
+            x = self._node(
+                "GatherBlockQuantized",
+                [rows, ids, scales, *zeros],
+                {"bits": packing.bits, "block_size": packing.block, "gather_axis": 0, "quantize_axis": 1},
+            )
+        else:
+            x = self._node("Gather", [self._table(), ids], {"axis": 0}, domain="")
+        if spec.embedding_scale != 1.0:
+            x = self._node("Mul", [x, self._scalar(spec.embedding_scale)], domain="")
+        if spec.position_embedding is not None:
+            places = self._floats(f"{spec.position_embedding}.weight", (spec.max_positions, spec.hidden_size))
+            x = self._node("Add", [x, self._node("Gather", [places, self.inputs["positions"]], domain="")], domain="")
+        return x
+
+    def _attention(self, index: int, x: ir.Value) -> ir.Value:
+        """Normed hidden states -> what `o` takes."""
+        layer, owner = self.spec.layers[index], layout.attends_to(self.spec, index)
+        rotates_inside = layout.rotates_inside(self.spec, index)
+        query, key, value = self._project(index, x)
+        if owner == index:
+            past = [self.inputs[f"past_{part}_{index}"] for part in ("keys", "values")]
+        else:
+            # It writes the owner's keys and values once more to the same place.
+            (key, value), past = self.new[owner], self.cache[owner]
+        rope: list[ir.Value | None] = [None, None]
+        if rotates_inside and layer.rope is not None:
+            place = layout.ropes(self.spec).index(layer.rope)
+            rope = [self.inputs[f"cos_{place}"], self.inputs[f"sin_{place}"]]
+        tree: list[ir.Value | None] = [None, None]
+        if self.trees:
+            tree = [self.inputs["positions"] if rotates_inside else None, self.inputs[layout.bias_name(layer.window)]]
+        steps = [self.inputs["ends"], self.inputs["total"]]
+        attributes: dict[str, int | float] = {
+            "num_heads": layer.num_heads,
+            "kv_num_heads": layer.num_kv_heads,
+            "scale": layer.attention_scale,
+            "do_rotary": int(rotates_inside),
+        }
+        if layer.softcap is not None:
+            attributes["softcap"] = layer.softcap
+        if layer.window is not None and not self.trees:
+            # It counts places in the cache. In a tree these are not positions, so there the bias holds the window.
+            attributes["local_window_size"] = layer.window
+        output, *self.cache[index] = self._nodes(
+            "GroupQueryAttention",
+            [query, key, value, *past, *steps, *rope, *tree, None, None, None, None, None, self.inputs["counts"]],
+            attributes,
+            num_outputs=3,
+        )
+        for after, before, part in zip(self.cache[index], past, ("keys", "values"), strict=True):
+            after.name = f"{part}_{owner}" if owner == index else f"{part}_{owner}.{index}"
+            after.type, after.shape = before.type, before.shape
+        self.new[index] = (key, value)
+        return output
+
+    def _project(self, index: int, x: ir.Value) -> tuple[ir.Value, ir.Value | None, ir.Value | None]:
+        """Queries, keys and values (B, K, heads · D), or all in one (qkv, None, None)."""
+        layer = self.spec.layers[index]
+        linears = [layer.linears[role] for role in ("qkv", "q", "k", "v") if role in layer.linears]
+        is_one = len(linears) == 1 or layout.can_fuse(linears)
+        rotates_here = layer.rope is not None and not layout.rotates_inside(self.spec, index)
+        is_owner, is_shared = layer.kv_from_layer is None, any(y.kv_from_layer == index for y in self.spec.layers)
+        parts = [self._linear(linears, x)] if is_one else [self._linear([linear], x) for linear in linears]
+        if is_one and is_owner:
+            if not (rotates_here or is_shared or layer.q_norm or layer.k_norm):
+                return parts[0], None, None
+            kv_width = layer.num_kv_heads * layer.head_dim
+            parts = self._split(parts[0], [layer.num_heads * layer.head_dim, kv_width, kv_width])
+        heads = [layer.num_heads, layer.num_kv_heads]
+        for i, norm in enumerate((layer.q_norm, layer.k_norm)[: len(parts)]):
+            if norm is not None:
+                attributes = {"num_branches": heads[i], "epsilon": norm.eps}
+                parts[i] = self._node("BranchwiseRMSNorm", [parts[i], *self._norm_weights(norm)], attributes)
+            if rotates_here:
+                parts[i] = self._rotate(layer, parts[i], heads[i])
+        return (parts[0], parts[1], parts[2]) if is_owner else (parts[0], None, None)
+
+    def _rotate(self, layer: LayerSpec, x: ir.Value, num_heads: int) -> ir.Value:
+        assert layer.rope is not None
+        place, width = layout.ropes(self.spec).index(layer.rope), 2 * len(layer.rope.inv_freq)
+        tables = [self.inputs[f"{part}_{place}"] for part in ("cos", "sin")]
+        attributes = {"num_heads": num_heads, "rotary_embedding_dim": width if width < layer.head_dim else 0}
+        return self._node("RotaryEmbedding", [x, self.inputs["positions"], *tables], attributes)
+
+    def _mlp(self, layer: LayerSpec, x: ir.Value) -> ir.Value:
+        linears = layer.linears
+        if not layer.is_gated:
+            inner = self._activate(layer, self._linear([linears["up"]], x))
+        else:
+            if "gate_up" in linears:
+                gate, up = self._split(self._linear([linears["gate_up"]], x), [layer.intermediate_size] * 2)
+            else:
+                gate, up = self._linear([linears["gate"]], x), self._linear([linears["up"]], x)
+            inner = self._node("Mul", [self._activate(layer, gate), up], domain="")
+        return self._linear([linears["down"]], inner)
+
+    def _activate(self, layer: LayerSpec, x: ir.Value) -> ir.Value:
+        if layer.activation == "silu":
+            return self._node("QuickGelu", [x], {"alpha": 1.0})
+        return self._node("FastGelu" if layer.activation == "gelu_tanh" else "Gelu", [x])
+
+    def _norm(self, norm: Norm, x: ir.Value, branch: ir.Value | None) -> tuple[ir.Value, ir.Value]:
+        """norm(x + branch) and x + branch."""
+        kind = "SimplifiedLayerNormalization" if norm.kind == "rms" else "LayerNormalization"
+        weights, attributes = self._norm_weights(norm), {"epsilon": norm.eps}
+        if branch is None:
+            return self._node(kind, [x, *weights], {**attributes, "axis": -1}, domain=""), x
+        if norm is self.spec.final_norm:
+            return self._node(f"Skip{kind}", [x, branch, *weights], attributes), x
+        output, *unused, total = self._nodes(f"Skip{kind}", [x, branch, *weights], attributes, num_outputs=4)
+        for value in unused:
+            value.name = ""
+        return output, total
+
+    def _pick_rows(self, x: ir.Value, width: int) -> ir.Value:
+        """(B, K, width) -> (B, n, width)."""
+        flat = self._node("Reshape", [x, self._integers([-1, width])], domain="")
+        return self._node("Gather", [flat, self.inputs["logit_rows"]], {"axis": 0}, domain="")
+
+    def _logits(self, x: ir.Value) -> ir.Value:
+        logits, cap = self._linear([self.spec.head], x), self.spec.logit_softcap
+        if cap is None:
+            return logits
+        scaled = self._node("Div", [logits, self._scalar(cap)], domain="")
+        return self._node("Mul", [self._node("Tanh", [scaled], domain=""), self._scalar(cap)], domain="")
+
+    # Matrix multiplications.
+
+    def _linear(self, linears: Sequence[Linear], x: ir.Value) -> ir.Value:
+        """Outputs of linears that can be one, side by side."""
+        first, rows = linears[0], sum(y.out_features for y in linears)
+        bias = None
+        if first.has_bias:
+            bias = self._joined(linears, "bias", FLOAT, (rows,), (self._load(f"{y.name}.bias") for y in linears))
+        if first.quantization is None:
+            y = self._node("FusedMatMul", [x, self._dense(linears)], {"transB": 1})
+            return y if bias is None else self._node("Add", [y, bias], domain="")
+        codes, scales, *zeros = self._packed(linears)
+        packing = layout.packing(first)
+        attributes = {"K": first.in_features, "N": rows, "bits": packing.bits, "block_size": packing.block}
+        optional = [] if bias is None else [*([] if zeros else [None]), None, bias]
+        return self._node(
+            "MatMulNBits",
+            [x, codes, scales, *zeros, *optional],
+            {**attributes, "accuracy_level": self.accuracy_level},
+        )
+
+    def _dense(self, linears: Sequence[Linear]) -> ir.Value:
+        """W (out, in) of unquantized linears, rows below rows; a tied head is the embedding."""
+        if linears[0] is self.spec.head and self.spec.is_tied:
+            return self._table()
+        shape = (sum(x.out_features for x in linears), linears[0].in_features)
+        return self._joined(linears, "weight", FLOAT, shape, (load_linear(self.weights, x).numpy() for x in linears))
+
+    def _packed(self, linears: Sequence[Linear]) -> list[ir.Value]:
+        """Codes, scales and, where there are any, zero points of quantized linears, as MatMulNBits takes them."""
+        packing, rows = layout.packing(linears[0]), sum(x.out_features for x in linears)
+        name = _joined_name(linears)
+        if name not in self.stored:
+            codes = (rows, packing.num_blocks, packing.block * packing.bits // 8)
+            self.stored[name] = [
+                self._joined(linears, "codes", UINT8, codes, (_codes(self.weights, x) for x in linears)),
+                self._joined(
+                    linears, "scales", FLOAT, (rows, packing.num_blocks), (_scales(self.weights, x) for x in linears)
+                ),
+            ]
+            if packing.has_zeros:
+                zeros = (rows, packing.zero_bytes)
+                self.stored[name].append(
+                    self._joined(linears, "zeros", UINT8, zeros, (_zeros(self.weights, x) for x in linears))
+                )
+        return self.stored[name]
+
+    # Constants.
+
+    def _joined(
+        self,
+        linears: Sequence[Linear],
+        part: str,
+        dtype: ir.DataType,
+        shape: Sequence[int],
+        pieces: Iterable[NDArray[Any]],
+    ) -> ir.Value:
+        return self.data.add(f"{_joined_name(linears)}.{part}", dtype, shape, pieces)
+
+    def _table(self) -> ir.Value:
+        """The token embedding (V, H)."""
+        return self._floats(f"{self.spec.embedding}.weight", (self.spec.vocab_size, self.spec.hidden_size))
+
+    def _norm_weights(self, norm: Norm) -> list[ir.Value]:
+        weight = self._floats(f"{norm.name}.weight", (norm.size,), norm.offset)
+        return [weight, self._floats(f"{norm.name}.bias", (norm.size,))] if norm.kind == "layer" else [weight]
+
+    def _floats(self, name: str, shape: Sequence[int], offset: float = 0.0) -> ir.Value:
+        """A tensor of the checkpoint in float32, stored once."""
+        if name not in self.stored:
+            self.stored[name] = [self.data.add(name, FLOAT, shape, (self._load(name) + np.float32(offset),))]
+        return self.stored[name][0]
+
+    def _load(self, name: str) -> Floats:
+        values: Floats = self.weights.load(name).float().numpy()
+        return values
+
+    def _scalar(self, value: float) -> ir.Value:
+        return self._constant(f"scalar_{value}", np.array(value, dtype=np.float32))
+
+    def _integers(self, values: Sequence[int]) -> ir.Value:
+        return self._constant("integers_" + "_".join(map(str, values)), np.array(values, dtype=np.int64))
+
+    def _constant(self, name: str, array: NDArray[Any]) -> ir.Value:
+        if name not in self.constants:
+            tensor = ir.tensor(array, name=name)
+            self.constants[name] = ir.Value(
+                name=name, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype), const_value=tensor
+            )
+        return self.constants[name]
+
+    # Nodes.
+
+    def _split(self, x: ir.Value, widths: Sequence[int]) -> list[ir.Value]:
+        return self._nodes("Split", [x, self._integers(widths)], {"axis": -1}, domain="", num_outputs=len(widths))
+
+    def _node(
+        self, operator: str, inputs: Sequence[ir.Value | None], attributes: Any = None, domain: str = CONTRIB
+    ) -> ir.Value:
+        return self._nodes(operator, inputs, attributes, domain=domain)[0]
+
+    def _nodes(
+        self,
+        operator: str,
+        inputs: Sequence[ir.Value | None],
+        attributes: Any = None,
+        *,
+        domain: str = CONTRIB,
+        num_outputs: int = 1,
+    ) -> list[ir.Value]:
+        name = f"{operator}_{len(self.nodes)}"
+        node = ir.node(operator, inputs, attributes, domain=domain, num_outputs=num_outputs, name=name)
+        for i, value in enumerate(node.outputs):
+            value.name = f"{name}.{i}"
+        self.nodes.append(node)
+        return list(node.outputs)
+
+
+def _inputs(spec: ModelSpec, trees: bool) -> dict[str, ir.Value]:
+    """Name -> graph input."""
+    declared: list[tuple[str, ir.DataType, tuple[int | str, ...]]] = [
+        ("ids", INT64, ("B", "K")),
+        ("ends", INT32, ("B",)),
+        ("counts", INT32, ("B",)),
+        ("total", INT32, (1,)),
+        ("logit_rows", INT64, ("B", "n")),
+    ]
+    if layout.needs_positions(spec, trees):
+        declared.append(("positions", INT64, ("B", "K")))
+    if trees:
+        declared += [(layout.bias_name(x), FLOAT, ("B", 1, "K", "M")) for x in layout.windows(spec)]
+    for i, rope in enumerate(layout.ropes(spec)):
+        declared += [(f"{part}_{i}", FLOAT, ("M", len(rope.inv_freq))) for part in ("cos", "sin")]
+    for i, layer in enumerate(spec.layers):
+        if layer.kv_from_layer is None:
+            shape = ("B", layer.num_kv_heads, "M", layer.head_dim)
+            declared += [(f"past_{part}_{i}", FLOAT, shape) for part in ("keys", "values")]
+    return {
+        name: ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype)) for name, dtype, shape in declared
+    }
+
+
+def _size_bytes(dtype: ir.DataType, shape: Sequence[int]) -> int:
+    return math.prod(shape) * dtype.bitwidth // 8
+
+
+def _joined_name(linears: Sequence[Linear]) -> str:
+    return "+".join(x.name for x in linears)
+
+
+# A quantized linear of the checkpoint -> MatMulNBits. Both store codes plus 2^(bits-1), lowest bits first.
+
+
+def _codes(weights: Weights, linear: Linear) -> Bytes:
+    """(out, row_bytes): the checkpoint's own bytes where rows have no gaps and keep their bits."""
+    q, packing = linear.quantization, layout.packing(linear)
+    assert q is not None
+    words = weights.load(f"{linear.name}.weight_packed")
+    if q.bits == packing.bits and packing.num_blocks * packing.block == linear.in_features:
+        rows: Bytes = words.numpy().view(np.uint8)[:, : packing.row_bytes]
+        return rows
+    codes = numerics.unpack(words, q.bits, (linear.out_features, linear.in_features)).numpy()
+    padded = np.zeros((linear.out_features, packing.num_blocks * packing.block), np.int8)
+    padded[:, : linear.in_features] = codes
+    return _pack(padded, packing.bits)
+
+
+def _scales(weights: Weights, linear: Linear) -> Floats:
+    """(out, num_blocks)."""
+    scales = weights.load(f"{linear.name}.weight_scale").float().numpy()
+    return np.repeat(scales, layout.packing(linear).repeats, axis=1)
+
+
+def _zeros(weights: Weights, linear: Linear) -> Bytes:
+    """(out, zero_bytes)."""
+    q, packing = linear.quantization, layout.packing(linear)
+    assert q is not None
+    words = weights.load(f"{linear.name}.weight_zero_point")
+    zeros = numerics.unpack(words, q.bits, (linear.out_features, linear.num_groups()), axis=0).numpy()
+    return _pack(np.repeat(zeros, packing.repeats, axis=1), packing.bits)
+
+
+def _pack(codes: NDArray[np.int8], bits: int) -> Bytes:
+    """Signed codes (rows, columns) -> bytes (rows, ceil(columns · bits / 8))."""
+    per_byte = 8 // bits
+    unsigned = (codes.astype(np.int16) + 2 ** (bits - 1)).astype(np.uint8)
+    unsigned = np.pad(unsigned, ((0, 0), (0, -codes.shape[1] % per_byte)))
+    packed = np.zeros((len(codes), unsigned.shape[1] // per_byte), np.uint8)
+    for i in range(per_byte):
+        packed |= unsigned[:, i::per_byte] << np.uint8(bits * i)
+    return packed

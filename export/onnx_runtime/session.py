@@ -1,0 +1,199 @@
+"""Runs model.onnx in onnxruntime, its buffers bound once and changed in place. Imports neither torch nor onnx."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strop.errors import MissingExtra, UserError
+from strop.export.onnx_runtime import layout
+from strop.program import Cache, Forward, Logits, Program, Step, Traits
+
+Array = NDArray[Any]
+Tables = Mapping[str, Array]
+"""`cos_0`, `sin_0`, ... -> (positions, width / 2) float32."""
+
+KEPT_CALLS = 4
+"""Sets of buffers that a session keeps, for the (K, n) it met last: decoding, checking a draft, a prefill."""
+BLOCKED = np.float32(-1e9)
+"""Added to scores that do not count: their exponential is 0, and unlike -inf it makes no NaN."""
+DTYPES: Mapping[str, type[np.generic]] = {
+    "tensor(float)": np.float32,
+    "tensor(int32)": np.int32,
+    "tensor(int64)": np.int64,
+}
+
+
+def load(path: Path, traits: Traits) -> OnnxProgram:
+    """Open a program.
+
+    Args:
+        path: Folder with model.onnx and model.onnx.data.
+        traits: As the export returned them; threads may differ.
+
+    Raises:
+        MissingExtra: No onnxruntime.
+        UserError: A file is missing, truncated or damaged, or the model is not the one that the traits describe.
+    """
+    try:
+        import onnxruntime
+        from onnxruntime.capi import onnxruntime_pybind11_state as state
+    except ModuleNotFoundError as error:
+        raise MissingExtra("onnxruntime", "onnx", "running an onnx_runtime program") from error
+    model, data = path / layout.MODEL, path / layout.DATA
+    for file in (model, data):
+        if not file.is_file():
+            raise UserError(f"{path}: not an onnx_runtime program, {file.name} is missing")
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = traits.threads
+    options.log_severity_level = 4
+    try:
+        session = onnxruntime.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
+    except (state.Fail, state.InvalidArgument, state.InvalidGraph, state.InvalidProtobuf, state.NoSuchFile,
+            state.NotImplemented, state.RuntimeException) as error:  # fmt: skip
+        size, reason = data.stat().st_size, " ".join(str(error).split())
+        raise UserError(
+            f"{model}: onnxruntime {onnxruntime.__version__} cannot open it, with {size} bytes of data: {reason}"
+        ) from error
+    return OnnxProgram(session, traits, path)
+
+
+class OnnxProgram(Program):
+    """A model.onnx in memory."""
+
+    def __init__(self, session: Any, traits: Traits, path: Path) -> None:
+        """Check that the session is the program that the traits describe.
+
+        Raises:
+            UserError: It is not.
+        """
+        self.session = session
+        self.traits = traits
+        self.inputs: dict[str, tuple[str, tuple[Any, ...]]] = {
+            x.name: (x.type, tuple(x.shape)) for x in session.get_inputs()
+        }
+        self.outputs = [x.name for x in session.get_outputs()]
+        metadata = session.get_modelmeta().custom_metadata_map
+        size = (path / layout.DATA).stat().st_size
+        if metadata.get(layout.DATA_BYTES) != str(size):
+            raise UserError(
+                f"{path / layout.DATA}: has {size} bytes, {layout.MODEL} asks for {metadata.get(layout.DATA_BYTES)}"
+            )
+        self.has_trees = any(x.startswith("bias") for x in self.inputs)
+        vocab_size = session.get_outputs()[0].shape[2]
+        if (vocab_size, self.has_trees) != (traits.vocab_size, traits.takes_trees):
+            raise UserError(f"{path / layout.MODEL}: is not the program that its strop.json describes")
+        self._ropes = json.loads(metadata[layout.ROPES])
+        self._tables: Tables = {}
+
+    def allocate(self, batch: int, max_tokens: int) -> Cache:
+        """See `Program.allocate`."""
+        shapes = [shape for name, (_, shape) in self.inputs.items() if name.startswith("past_")]
+        return [np.zeros((batch, heads, max_tokens, width), np.float32) for _, heads, _, width in shapes]
+
+    def bind(self, cache: Cache) -> Forward:
+        """See `Program.bind`."""
+        capacity = cache[0].shape[2]
+        past = [x for x in self.inputs if x.startswith("past_")]
+        fixed = {**dict(zip(past, cache, strict=True)), **self._rotary(capacity)}
+        calls: OrderedDict[tuple[int, int], _Call] = OrderedDict()
+
+        def forward(step: Step) -> Logits:
+            key = (step.ids.shape[1], step.logit_rows.shape[1])
+            call = calls.get(key)
+            if call is None:
+                call = calls[key] = _Call(self, fixed, (len(step.ids), *key, capacity))
+                if len(calls) > KEPT_CALLS:
+                    calls.popitem(last=False)
+            else:
+                calls.move_to_end(key)
+            return call(step)
+
+        return forward
+
+    def _rotary(self, length: int) -> Tables:
+        """Tables of at least `length` positions, in float32 as the decoder computes them."""
+        if not all(len(x) >= length for x in self._tables.values()) or not self._tables:
+            places = np.arange(length, dtype=np.float32)[:, None]
+            tables = {}
+            for i, rope in enumerate(self._ropes):
+                angles = places * np.array(rope["inv_freq"], dtype=np.float32)
+                tables[f"cos_{i}"] = np.cos(angles) * np.float32(rope["factor"])
+                tables[f"sin_{i}"] = np.sin(angles) * np.float32(rope["factor"])
+            self._tables = tables
+        return self._tables
+
+
+class _Call:
+    """One shape of step: its buffers, bound by address, and what fills them."""
+
+    def __init__(self, program: OnnxProgram, fixed: Tables, sizes: tuple[int, int, int, int]) -> None:
+        batch, width, num_rows, capacity = sizes
+        named = {"B": batch, "K": width, "n": num_rows, "M": capacity}
+        self.run, self.binding = program.session.run_with_iobinding, program.session.io_binding()
+        self.buffers: dict[str, Array] = dict(fixed)
+        for name, (dtype, shape) in program.inputs.items():
+            if name not in fixed:
+                self.buffers[name] = np.zeros([named.get(x, x) for x in shape], DTYPES[dtype])
+            self._bind(self.binding.bind_input, name, self.buffers[name])
+        self.logits: Logits = np.zeros((batch, num_rows, program.traits.vocab_size), np.float32)
+        for name in program.outputs:
+            # Keys and values are written where they are read; `keys_0.2` are layer 0's, which layer 2 shares.
+            target = self.logits if name == "logits" else self.buffers[f"past_{name.partition('.')[0]}"]
+            self._bind(self.binding.bind_output, name, target)
+        self.buffers["total"][0] = capacity
+        self.ids, self.counts, self.ends = self.buffers["ids"], self.buffers["counts"], self.buffers["ends"]
+        self.rows, self.positions = self.buffers["logit_rows"], self.buffers.get("positions")
+        self.firsts = np.arange(batch, dtype=np.int64)[:, None] * width
+        self.biases = [(_window(x), y[:, 0]) for x, y in self.buffers.items() if x.startswith("bias")]
+
+    def __call__(self, step: Step) -> Logits:
+        """Run a step: (B, n, vocab), overwritten by the next step of this shape."""
+        self.ids[...] = step.ids
+        self.counts[...] = step.counts
+        self.ends[...] = step.lengths + step.counts - 1
+        self.rows[...] = step.logit_rows + self.firsts
+        if self.positions is not None:
+            self.positions[...] = step.positions
+        for window, bias in self.biases:
+            _fill(bias, step, window)
+        self.run(self.binding)
+        return self.logits
+
+    @staticmethod
+    def _bind(bind: Any, name: str, array: Array) -> None:
+        bind(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+
+
+def _window(name: str) -> int | None:
+    _, _, width = name.partition("_")
+    return int(width) if width else None
+
+
+def _fill(bias: NDArray[np.float32], step: Step, window: int | None) -> None:
+    """Write the attention bias of a step, in place.
+
+    The kernel is causal by place in the cache already; what remains is which new tokens see which, and windows,
+    which count positions.
+
+    Args:
+        bias: (B, K, M).
+        step: Its mask (K, K), or None: causal.
+        window: Of the layers that read this bias.
+    """
+    width = step.ids.shape[1]
+    bias[...] = 0
+    for row, length in enumerate(step.lengths.tolist()):
+        new = slice(length, length + width)
+        if step.mask is not None:
+            bias[row, :, new] = np.where(step.mask, 0, BLOCKED)
+        if window is not None:
+            places = np.arange(length + width)
+            places[new] = step.positions[row]
+            bias[row, :, : length + width][places <= step.positions[row][:, None] - window] = BLOCKED
