@@ -289,7 +289,7 @@ def config(gguf: Gguf) -> dict[str, Any]:
         "architectures": [model_class],
         "vocab_size": _embedding(gguf).shape[0],
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
-        **{key: value for key, value in ids.items() if value is not None},
+        **ids,  # None too: some families' defaults name a token
     }
     return shared | (_gpt2_config(gguf) if family == "gpt2" else _llama_config(gguf))
 
@@ -406,16 +406,17 @@ def _factors(gguf: Gguf, name: str) -> list[float]:
 def _llama3_rope(gguf: Gguf, base: float, width: int) -> dict[str, Any]:
     """The llama3 scaling that a file's frequency divisors come from: those of Meta's models, any factor."""
     stored = np.array(_factors(gguf, "rope_freqs.weight"))
-    rope = {
+    factor = float(stored.max())
+    rope: dict[str, Any] = {
         "rope_type": "llama3",
-        "factor": float(stored.max()),
+        "factor": factor,
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
     waves = 2 * math.pi * base ** (np.arange(0, width, 2) / width)
     smooth = np.clip((8192 / waves - 1) / 3, 0, 1)
-    if len(stored) != len(waves) or not np.allclose(stored, 1 / ((1 - smooth) / rope["factor"] + smooth), rtol=1e-3):
+    if len(stored) != len(waves) or not np.allclose(stored, 1 / ((1 - smooth) / factor + smooth), rtol=1e-3):
         raise UserError(f"{gguf.path}: rope_freqs.weight is not the scaling of Llama 3.1 to 3.3; no other is supported")
     return rope
 

@@ -310,7 +310,8 @@ def _with_tied_embedding(
 
     head, kept = spec.head, dict[str, "Tensor"]()
     for name, tensor in changed:
-        if spec.is_tied and head.quantization is not None and name.startswith(f"{head.name}.weight_"):
+        is_head = spec.is_tied and head.quantization is not None and name.startswith(f"{head.name}.weight_")
+        if is_head and tensor is not None:
             kept[name.rsplit(".", 1)[1]] = tensor
         yield name, tensor
     if not kept:

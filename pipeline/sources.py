@@ -305,14 +305,18 @@ def _download(source: str, name: str, revision: str | None, *, patterns: tuple[s
     """The folder in the hub's cache, complete as far as `patterns` go. Without network, what was cached before."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from tqdm.auto import tqdm  # type: ignore[import-untyped]  # no types in the package
 
+    class Bar(tqdm):  # type: ignore[misc]  # as above
+        """Seen on a terminal only."""
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **{**options, "disable": None})
+
+    wanted = list(patterns)
     try:
         folder = snapshot_download(
-            name,
-            revision=revision,
-            allow_patterns=list(patterns),
-            ignore_patterns=["*/*"],
-            tqdm_class=None,
+            name, revision=revision, allow_patterns=wanted, ignore_patterns=["*/*"], tqdm_class=Bar
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise _unreachable(source, error) from error

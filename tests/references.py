@@ -210,3 +210,89 @@ def slow_kl(parent: Sequence[float], candidate: Sequence[float]) -> float:
     """Σ p log(p / q) of two rows of logits, nats."""
     pairs = zip(slow_softmax(parent), slow_softmax(candidate), strict=True)
     return math.fsum(p * math.log(p / q) for p, q in pairs)
+
+
+def tiny_gguf(path: Path, model: Any, *, types: Mapping[str, str] | None = None, **metadata: Any) -> Path:
+    """Save a transformers model as llama.cpp's converter does, with `tiny_tokenizer`.
+
+    Tensor names come from gguf's own table, the layouts are written out anew here.
+
+    Args:
+        path: The file; made or overwritten.
+        model: What `tiny_model` gives. Mistral is written as llama, as llama.cpp does.
+        types: llama.cpp's tensor name -> storage type, where it is not F32.
+        metadata: More keys of the architecture, dots written as `__`, or of tensors (arrays) with `tensor__` in front.
+
+    Returns:
+        `path`.
+    """
+    import gguf
+    import numpy as np
+    import torch
+
+    config = model.config
+    family = {"mistral": "llama", "gemma3_text": "gemma3"}.get(config.model_type, config.model_type)
+    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == family)
+    layers = config.num_hidden_layers
+    table = gguf.get_tensor_name_map(arch, layers)
+    writer = gguf.GGUFWriter(path, family)
+    writer.add_block_count(layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_feed_forward_length(config.n_inner if family == "gpt2" else config.intermediate_size)
+    if family == "gpt2":
+        writer.add_layer_norm_eps(config.layer_norm_epsilon)
+    else:
+        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        if (head_dim := getattr(config, "head_dim", None)) is not None:
+            writer.add_key_length(head_dim)
+    for key, value in metadata.items():
+        if key.startswith("tensor__"):
+            writer.add_tensor(key.removeprefix("tensor__").replace("__", "."), np.asarray(value, dtype=np.float32))
+        else:
+            add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)]
+            add(key.replace("__", ".") if "general" in key else f"{family}.{key.replace('__', '.')}", value)
+    _add_tokenizer(writer, config.vocab_size)
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        base, _, suffix = name.rpartition(".")
+        values = tensor.float()
+        if family in ("llama", "smollm3") and ("q_proj" in base or "k_proj" in base):
+            heads = config.num_attention_heads if "q_proj" in base else config.num_key_value_heads
+            halves = [torch.stack(x.chunk(2), 1).flatten(0, 1) for x in values.chunk(heads)]
+            values = torch.cat(halves)  # first and second half of a head, row by row in turn
+        if family in ("gemma2", "gemma3") and base.endswith("norm"):
+            values = values + 1
+        if family == "gpt2" and ".c_" in base and values.ndim == 2:
+            values = values.T
+        stored = f"{table.get_name(base)}.{suffix}"
+        array = values.contiguous().numpy()
+        if types and stored in types:
+            kind = gguf.GGMLQuantizationType[types[stored]]
+            writer.add_tensor(stored, gguf.quants.quantize(array, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(stored, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _add_tokenizer(writer: Any, vocab_size: int) -> None:
+    import json
+
+    content = json.loads(tiny_tokenizer().backend_tokenizer.to_str())["model"]
+    tokens = sorted(content["vocab"], key=content["vocab"].get)
+    unused = [f"[PAD{i}]" for i in range(len(tokens), vocab_size)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens + unused)
+    writer.add_token_types([3 if x in (BOS, EOS) else 1 for x in range(len(tokens))] + [5] * len(unused))
+    writer.add_token_merges([" ".join(x) for x in content["merges"]])
+    writer.add_bos_token_id(BOS)
+    writer.add_eos_token_id(EOS)
+    writer.add_chat_template(tiny_tokenizer().chat_template)
