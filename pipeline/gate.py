@@ -30,19 +30,23 @@ NO_ROW = "(no row)"
 
 
 class Gate(BaseModel):
-    """One bound on one metric: exactly one of `at_most` and `at_least`."""
+    """One bound on one metric: exactly one of `at_most` and `at_least`.
+
+    Attributes:
+        metric: What is bounded, `<eval>.<name>`, for example `divergence.kl_mean`.
+        at_most: Largest value that passes.
+        at_least: Smallest value that passes.
+        of: Bound the paired ratio to this reference instead of the value; null: the value.
+        rows: Patterns over row names; null: every row but the parent's and those that explore.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    metric: str = Field(min_length=1, description="what is bounded, `<eval>.<name>`, for example `divergence.kl_mean`")
-    at_most: float | None = Field(default=None, allow_inf_nan=False, description="largest value that passes")
-    at_least: float | None = Field(default=None, allow_inf_nan=False, description="smallest value that passes")
-    of: Literal["parent", "parent_same_runtime", "plain", "release"] | None = Field(
-        default=None, description="bound the paired ratio to this reference instead of the value itself"
-    )
-    rows: list[str] | None = Field(
-        default=None, description="patterns over row names; default: every row but the parent's and those that explore"
-    )
+    metric: str = Field(min_length=1)
+    at_most: float | None = Field(default=None, allow_inf_nan=False)
+    at_least: float | None = Field(default=None, allow_inf_nan=False)
+    of: Literal["parent", "parent_same_runtime", "plain", "release"] | None = None
+    rows: list[str] | None = None
 
     @model_validator(mode="after")
     def _has_one_bound(self) -> Gate:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime
 from html import escape
 from importlib.resources import files
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ MEANING: Mapping[int, str] = {
 }
 PLAIN_UNITS = ("nats", "ms", "tokens/s", "s")
 """Units that stand in the head of a column instead of in every cell."""
+MOST_LINES = 6
+"""Rows in one line plot; those of the Pareto front first."""
 SEVERITY: tuple[Outcome, ...] = ("FAIL", "INCONCLUSIVE", "NOT_MEASURED", "PASS")
 
 
@@ -56,7 +58,8 @@ def write_report(found: Report, out: Path) -> None:
 def html(found: Report) -> str:
     """The report as one self-contained page."""
     parts = [
-        _header(found), _tiles(found), _picture(found), _rows(found), _gates(found), _stages(found), _notes(found),
+        _header(found), _tiles(found), _picture(found), _rows(found), _gates(found), _stages(found), _distance(found),
+        _notes(found),
         _details(found),
     ]  # fmt: skip
     style = files("strop").joinpath("page.css").read_text(encoding="utf-8")
@@ -249,6 +252,38 @@ def _stage(record: StageRecord, longest: float) -> str:
         f'<p class="time"><i style="width:{share:.1f}%"></i><span>{_duration(record.seconds)}</span></p>'
         f"<dl>{lines}</dl>"
     )
+
+
+def _distance(found: Report) -> str:
+    """Where the KL comes from: by position in the window, and how many tokens have how much of it."""
+    front = {row.name for row in report.pareto(found.rows)}
+    rows = [x for x in found.rows if x.chain != "parent" and report.QUALITY in x.measurements]
+    chosen = sorted(rows, key=lambda x: x.name not in front)[:MOST_LINES]
+    by_position, histogram, names = [], [], []
+    for row in chosen:
+        detail = row.measurements[report.QUALITY].detail
+        if "by_position" in detail and "histogram" in detail:
+            ranges, edges = detail["by_position"], detail["histogram"]["log10_edges"]
+            counts, total = detail["histogram"]["counts"], max(1, sum(detail["histogram"]["counts"]))
+            centres = [(x["from"] + x["to"]) / 2 for x in ranges]
+            by_position.append(plots.Series(row.name, centres, [x["mean"] for x in ranges]))
+            middles = [10 ** ((a + b) / 2) for a, b in pairwise(edges)]
+            histogram.append(plots.Series(row.name, middles, [100 * n / total for n in counts]))
+            names.append(row.name)
+    if not names or not any(y for s in by_position for y in s.values):
+        return ""
+    figures = "".join(
+        f'<figure><div class="wide">{plots.lines(series, width=530, height=300, titles=titles, are_log=logs)}</div>'
+        f'<div class="narrow">{plots.lines(series, width=388, height=280, titles=titles, are_log=logs)}</div></figure>'
+        for series, titles, logs in (
+            (by_position, ("position in the window", "mean KL, nats"), (False, True)),
+            (histogram, ("KL of a token, nats", "share of tokens, %"), (True, False)),
+        )
+    )
+    keys = "".join(f'<span class="key"><i class="s{i}"></i>{escape(x)}</span>' for i, x in enumerate(names))
+    left_out = f" {len(rows) - len(names)} more rows are in report.json." if len(rows) > len(names) else ""
+    body = f'<div class="pair">{figures}</div><p class="legend">{keys}{left_out}</p>'
+    return _section("Where the distance comes from", body)
 
 
 def _notes(found: Report) -> str:

@@ -243,49 +243,36 @@ def against_limit(
     return _svg(width, height, text, out, "small")
 
 
-def lines(series: Sequence[Series], *, width: int, height: int, titles: tuple[str, str], is_log: bool) -> str:
-    """Lines over a common x axis, each named at its right end.
+def lines(
+    series: Sequence[Series], *, width: int, height: int, titles: tuple[str, str], are_log: tuple[bool, bool]
+) -> str:
+    """Lines over a common x axis; the page says whose they are: the k-th has the class `s<k>`.
 
     Args:
         series: At least one with a value.
         width: Of the picture, pixels.
         height: Of the picture, pixels.
         titles: Of the x and the y axis.
-        is_log: Log y axis; values that are not positive are left out.
+        are_log: Log x axis, log y axis; on a log axis values that are not positive are left out.
     """
-    gutter = min(max(len(s.label) for s in series) * CHARACTER + 14, width * 0.36)
-    area = Box(52, 34, width - gutter, height - 42)
+    area = Box(52, 34, width - 14, height - 42)
     drawn = [
-        [(x, y) for x, y in zip(s.positions, s.values, strict=True) if y is not None and (y > 0 or not is_log)]
+        [
+            (x, y)
+            for x, y in zip(s.positions, s.values, strict=True)
+            if y is not None and (y > 0 or not are_log[1]) and (x > 0 or not are_log[0])
+        ]
         for s in series
     ]
     xs, ys = ([point[i] for path in drawn for point in path] for i in (0, 1))
-    x_axis = _axis(xs, area.left, area.right, is_log=False)
-    y_axis = _axis(ys, area.bottom - 8, area.top + 8, is_log=is_log)
+    x_axis = _axis(xs, area.left, area.right, is_log=are_log[0])
+    y_axis = _axis(ys if are_log[1] else [0.0, *ys], area.bottom - 8 * are_log[1], area.top + 8, is_log=are_log[1])
     out = [_frame(area), *_x_ticks(x_axis, area, 6), *_y_ticks(y_axis, area, 5), *_titles(area, titles)]
-    ends = [y_axis(path[-1][1]) if path else area.bottom for path in drawn]
-    for index, (s, path, y) in enumerate(zip(series, drawn, spread(ends, 15, area.top, area.bottom), strict=True)):
+    for index, (s, path) in enumerate(zip(series, drawn, strict=True)):
         points = " ".join(f"{x_axis(a):.1f},{y_axis(b):.1f}" for a, b in path)
         title = f"<title>{escape(s.label)}</title>"
-        out.append(f'<polyline class="series s{index % 6}" points="{points}">{title}</polyline>')
-        out.append(_text(area.right + 8, y + 4, s.label, f"label s{index % 6}", "start"))
+        out.append(f'<polyline class="series s{index}" points="{points}">{title}</polyline>')
     return _svg(width, height, f"{titles[1]} over {titles[0]}: {', '.join(s.label for s in series)}", out)
-
-
-def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Positions near those wanted, in their order, at least `gap` apart, within the ends where they all fit."""
-    order = sorted(range(len(wanted)), key=lambda i: wanted[i])
-    placed: list[float] = []
-    for i in order:
-        placed.append(max(wanted[i], placed[-1] + gap if placed else low))
-    ceiling = high
-    for k in reversed(range(len(placed))):
-        placed[k] = min(placed[k], ceiling)
-        ceiling = placed[k] - gap
-    result = [0.0] * len(wanted)
-    for i, value in zip(order, placed, strict=True):
-        result[i] = value
-    return result
 
 
 def short(value: float) -> str:
