@@ -291,7 +291,7 @@ def save_checkpoint(out: Path, spec: ModelSpec, source: Path, changed: Iterable[
     try:
         with spool.open("wb") as file:
             pieces = _spool(file, spool, expected, _with_tied_embedding(spec, changed))
-        for name in expected.keys() - pieces.keys():
+        for name in sorted(expected.keys() - pieces.keys()):
             if name not in stored:
                 raise ValueError(f"{source}: no tensor {name}")
             pieces[name] = _recast(name, stored[name], *expected[name])
