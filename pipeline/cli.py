@@ -65,7 +65,10 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = root.add_subparsers(metavar="COMMAND", required=True)
-    for add in (add_run, add_check, add_init, add_schema, add_generate, add_store):
+    for add in (
+        add_run, add_check, add_init, add_schema, add_generate, add_store,
+        add_list, add_compare, add_verify, add_doctor,
+    ):  # fmt: skip
         add(commands)
     return root
 
@@ -235,6 +238,84 @@ def command_store(args: argparse.Namespace) -> int:
         print(place.gc(args.older_than))
     else:
         print(place.ls() if args.action == "ls" else place.verify())
+    return 0
+
+
+# --------------------------------------------------------------------------------------------------------- list
+
+
+def add_list(commands: Commands) -> None:
+    """`strop list`."""
+    command = add_command(commands, "list", command_list, "methods, runtimes, metrics and recipes, with their fields")
+    command.add_argument("name", nargs="?", metavar="NAME", help="one of them, or one kind (default: everything)")
+    command.add_argument("--markdown", action="store_true", help="print docs/recipes.md")
+
+
+def command_list(args: argparse.Namespace) -> int:
+    """Print what a recipe can name."""
+    from strop import catalog
+
+    if args.markdown and args.name is not None:
+        raise UserError("list: --markdown prints everything, it takes no NAME")
+    emit(catalog.markdown() if args.markdown else catalog.listing(args.name) + "\n", None)
+    return 0
+
+
+# ------------------------------------------------------------------------------------------------------ compare
+
+
+def add_compare(commands: Commands) -> None:
+    """`strop compare`."""
+    command = add_command(commands, "compare", command_compare, "quality and speed of several runs in one table")
+    command.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a report.json, or the folder that holds it")
+
+
+def command_compare(args: argparse.Namespace) -> int:
+    """Print the rows of several reports."""
+    from strop import comparison, report
+
+    runs = {str(path.parent if path.name == report.REPORT else path): report.read_report(path) for path in args.runs}
+    emit(comparison.compare(runs) + "\n", None)
+    return 0
+
+
+# ------------------------------------------------------------------------------------------------------- verify
+
+
+def add_verify(commands: Commands) -> None:
+    """`strop verify`."""
+    command = add_command(
+        commands, "verify", command_verify, "check an artifact: hashes, lineage, tensors, a fresh load"
+    )
+    command.add_argument("artifact", type=Path, metavar="ARTIFACT", help="folder of any artifact")
+
+
+def command_verify(args: argparse.Namespace) -> int:
+    """Check an artifact and print what holds."""
+    from strop import conformance, report
+
+    findings = conformance.verify(args.artifact)
+    emit("\n".join(report.aligned([[x.name, x.detail] for x in findings], right=False)) + "\n", None)
+    return 0
+
+
+# ------------------------------------------------------------------------------------------------------- doctor
+
+
+def add_doctor(commands: Commands) -> None:
+    """`strop doctor`."""
+    command = add_command(commands, "doctor", command_doctor, "say what is installed here and what is wrong with it")
+    add_store_option(command)
+
+
+def command_doctor(args: argparse.Namespace) -> int:
+    """Print versions, machine and store, then the problems."""
+    from strop import doctor, report, store
+
+    lines, problems = doctor.examine(store.Store(args.store).root)
+    emit("\n".join(report.aligned(lines, right=False)) + "\n", None)
+    if problems:
+        raise UserError("; ".join(problems))
     return 0
 
 

@@ -12,13 +12,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from xml.etree import ElementTree
 
 from strop.errors import UserError
 from strop.gate import Outcome, Verdict, show, summary
 from strop.metric import Estimate, Measurement
 
+T = TypeVar("T")
 REPORT = "report.json"
 REPORT_VERSION = 1
 QUALITY = "divergence.kl_mean"
@@ -173,33 +174,36 @@ def read_report(path: Path) -> Report:
         raise UserError(f"{file}: damaged report, {error}") from error
 
 
-def pareto(rows: Sequence[Row], quality: str = QUALITY, speed: str = SPEED) -> list[Row]:
+def pareto(rows: Sequence[Row]) -> list[Row]:
     """The rows that no other row beats: at least as close to the parent and as fast, and better in one of the two.
 
     Args:
         rows: Of one report. The parent's own program is at distance 0.
-        quality: Metric of which less is better.
-        speed: Metric of which more is better.
 
     Returns:
         Slowest first. Rows that miss either number are left out.
     """
-    points = [(row, *point) for row in rows if (point := position(row, quality, speed)) is not None]
-    front = [
-        (fast, row)
-        for row, loss, fast in points
+    points = {row.name: point for row in rows if (point := position(row)) is not None}
+    best = front([(name, *point) for name, point in points.items()])
+    return sorted((row for row in rows if row.name in best), key=lambda row: (points[row.name][1], row.name))
+
+
+def front(points: Sequence[tuple[T, float, float]]) -> set[T]:
+    """What of (name, loss, speed) no other beats: at most its loss, at least its speed, better in one of the two."""
+    return {
+        name
+        for name, loss, fast in points
         if not any(a <= loss and b >= fast and (a < loss or b > fast) for _, a, b in points)
-    ]
-    return [row for _, row in sorted(front, key=lambda x: (x[0], x[1].name))]
+    }
 
 
-def position(row: Row, quality: str = QUALITY, speed: str = SPEED) -> tuple[float, float] | None:
-    """(quality loss, speed) of a row, None where either was not measured."""
-    if speed not in row.measurements:
+def position(row: Row) -> tuple[float, float] | None:
+    """(`QUALITY`, `SPEED`) of a row, None where either was not measured."""
+    if SPEED not in row.measurements:
         return None
-    fast = row.measurements[speed].estimate.value
-    if quality in row.measurements:
-        return row.measurements[quality].estimate.value, fast
+    fast = row.measurements[SPEED].estimate.value
+    if QUALITY in row.measurements:
+        return row.measurements[QUALITY].estimate.value, fast
     return (0.0, fast) if is_parent(row) else None
 
 
@@ -323,19 +327,20 @@ def junit(report: Report) -> str:
     return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
 
 
-def aligned(lines: Sequence[Sequence[str]], right: bool = True) -> list[str]:
+def aligned(lines: Sequence[Sequence[str]], right: bool = True, num_left: int = 1) -> list[str]:
     """Columns padded to equal width, two spaces apart.
 
     Args:
         lines: Of equal length, the header first.
-        right: Align all but the first column to the right.
+        right: Align columns to the right, all but the first `num_left`.
+        num_left: How many stay on the left.
     """
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return [
-        "  ".join(x.rjust(w) if right and i else x.ljust(w) for i, (x, w) in enumerate(zip(line, widths, strict=True)))
-        .rstrip()
-        for line in lines
-    ]  # fmt: skip
+    is_right = [right and i >= num_left for i in range(len(widths))]
+    padded = (
+        [x.rjust(w) if r else x.ljust(w) for x, w, r in zip(line, widths, is_right, strict=True)] for line in lines
+    )
+    return ["  ".join(x).rstrip() for x in padded]
 
 
 def _markdown_table(lines: Sequence[Sequence[str]]) -> list[str]:

@@ -1,0 +1,213 @@
+"""What a recipe can name: methods, runtimes, metrics, shipped recipes, each with its fields. Text for people.
+
+Read from the classes themselves, so `strop list` and docs/recipes.md cannot differ from the code.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import types
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from strop import plugin
+from strop.calibration.tokens import CalibrationSpec
+from strop.errors import UserError, did_you_mean
+from strop.gate import Gate
+from strop.metric import Metric
+from strop.recipe import ModelSource, RecipeText, VariantText, built_in, describe_fields
+from strop.report import aligned
+from strop.stage import ArtifactRef, Stage
+
+Kind = Literal["methods", "runtimes", "metrics", "recipes"]
+KINDS: dict[Kind, str] = {
+    "methods": "Under `stages:`. Each takes a checkpoint and gives one.",
+    "runtimes": "Under `export:`. Each lowers a checkpoint to a program.",
+    "metrics": "Under `evals:`. A gate names what they measure as `<metric>.<name>`.",
+    "recipes": "Shipped: `strop run NAME`.",
+}
+PARTS: tuple[tuple[str, type[BaseModel]], ...] = (
+    ("The recipe", RecipeText),
+    ("`model:`", ModelSource),
+    ("`calibration:`", CalibrationSpec),
+    ("`variants:`, each", VariantText),
+    ("`gates:`, each", Gate),
+)
+
+
+@dataclass(frozen=True)
+class FieldText:
+    """One field as people read it.
+
+    Attributes:
+        name: The YAML key.
+        type: What it takes, for example `2, 3, 4 or 8`.
+        default: As YAML would have it, or `required`.
+        text: What it means.
+    """
+
+    name: str
+    type: str
+    default: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One thing that a recipe can name.
+
+    Attributes:
+        kind: Of thing.
+        name: As a recipe writes it.
+        summary: First line of its module's docstring.
+        fields: Its YAML keys.
+        measures: Name -> unit, of a metric with its default fields.
+    """
+
+    kind: Kind
+    name: str
+    summary: str
+    fields: tuple[FieldText, ...] = ()
+    measures: tuple[tuple[str, str], ...] = ()
+
+
+def entries() -> list[Entry]:
+    """Everything that is installed, kind by kind, sorted by name. Imports no torch."""
+    stages = [_entry("methods", x, plugin.find("methods", x, Stage)) for x in plugin.names("methods")]
+    runtimes = [_entry("runtimes", x, plugin.find("export", x, Stage)) for x in plugin.names("export")]
+    metrics = [_entry("metrics", x, plugin.find("evals", x, Metric)) for x in plugin.names("evals")]
+    recipes = [Entry("recipes", name, _first_comment(path.read_text())) for name, path in built_in().items()]
+    return [*stages, *runtimes, *metrics, *recipes]
+
+
+def listing(name: str | None = None) -> str:
+    """For the terminal.
+
+    Args:
+        name: One thing, or one kind; None: everything.
+
+    Raises:
+        UserError: Nothing is called so.
+    """
+    found = entries()
+    if name is not None:
+        chosen = [x for x in found if name in (x.name, x.kind)]
+        if not chosen:
+            raise UserError(
+                f"list: nothing is called {name!r}; {did_you_mean(name, [*KINDS, *(x.name for x in found)])}"
+            )
+        found = chosen
+    lines = []
+    for kind, text in KINDS.items():
+        members = [x for x in found if x.kind == kind]
+        lines += [kind, f"  {text.replace('`', '')}", ""] if members else []
+        for entry in members:
+            lines.append(f"  {entry.name}: {entry.summary}")
+            if entry.fields:
+                fields = aligned([[x.name, x.type, f"= {x.default}", x.text] for x in entry.fields], right=False)
+                lines += [f"    {x}" for x in fields]
+            if entry.measures:
+                lines.append(f"    measures {', '.join(x for x, _ in entry.measures)}")
+            lines.append("")
+    return "\n".join(lines).rstrip()
+
+
+def markdown() -> str:
+    """docs/recipes.md."""
+    lines = [
+        "# Recipes",
+        "",
+        "Generated from the code by `strop list --markdown`; what is installed here: `strop list`. A key that is not",
+        "listed is refused. Every stage, export and eval takes `use` (what it is) and `name` (default: the same).",
+    ]
+    for title, part in PARTS:
+        lines += ["", f"## {title}", "", *_table(_fields(part))]
+    found = entries()
+    for kind, text in KINDS.items():
+        lines += ["", f"## {kind.capitalize()}", "", text]
+        for entry in found:
+            if entry.kind != kind:
+                continue
+            if kind == "recipes":
+                lines += ["", f"- `{entry.name}`: {entry.summary}"]
+                continue
+            lines += [
+                "",
+                f"### `{entry.name}`",
+                "",
+                entry.summary,
+                *([""] if entry.fields else []),
+                *_table(entry.fields),
+            ]
+            if entry.measures:
+                measures = ", ".join(f"`{x}` ({unit})" if unit else f"`{x}`" for x, unit in entry.measures)
+                lines += ["", f"Measures {measures}."]
+    return "\n".join(lines) + "\n"
+
+
+def _entry(kind: Kind, name: str, part: type[BaseModel]) -> Entry:
+    module = importlib.import_module(part.__module__)
+    measures: tuple[tuple[str, str], ...] = ()
+    if issubclass(part, Metric) and not any(x.is_required() for x in part.model_fields.values()):
+        measures = tuple(part().names().items())
+    return Entry(kind, name, _first_line(module.__doc__), tuple(_fields(part)), measures)
+
+
+def _fields(part: type[BaseModel]) -> Iterator[FieldText]:
+    for name, text in describe_fields(part).items():
+        field = part.model_fields[name]
+        sentence = text[:1].upper() + text[1:] + ("" if text.endswith((".", "?")) or not text else ".")
+        yield FieldText(name, _type(field.annotation, _bounds(field)), _default(field), sentence)
+
+
+def _type(annotation: Any, bounds: str = "") -> str:
+    """An annotation in the words of YAML."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return _either([str(x) for x in args])
+    if origin in (Union, types.UnionType):
+        words = [_type(x, bounds) for x in args if x is not type(None)]
+        return ", or ".join([_either(words), "null"]) if type(None) in args else _either(words)
+    if origin in (list, tuple):
+        return f"list of {_type(args[0])}"
+    if origin is dict:
+        return "mapping" if args[1] is Any else f"mapping to {_type(args[1])}"
+    if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
+        return "mapping"
+    words_of = {str: "text", int: "integer", float: "number", bool: "true or false", ArtifactRef: "an artifact"}
+    return words_of[annotation] + bounds
+
+
+def _either(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def _bounds(field: FieldInfo) -> str:
+    signs = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
+    found = [f"{sign} {getattr(x, name)}" for x in field.metadata for name, sign in signs.items() if hasattr(x, name)]
+    return f" {', '.join(found)}" if found else ""
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True, validated_data={})
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value) or '""'
+
+
+def _table(fields: Iterable[FieldText]) -> list[str]:
+    lines = [f"| `{x.name}` | {x.type} | {x.default} | {x.text} |" for x in fields]
+    return ["| field | type | default | |", "| --- | --- | --- | --- |", *lines] if lines else []
+
+
+def _first_line(text: str | None) -> str:
+    return (text or "").strip().partition("\n")[0]
+
+
+def _first_comment(recipe: str) -> str:
+    return next((x.removeprefix("#").strip() for x in recipe.splitlines() if x.startswith("# ")), "")
