@@ -15,6 +15,9 @@ SMALLEST_SCALE = 2.0**-14
 LARGEST_SCALE = 65280.0
 """The range of bfloat16 numbers that are normal in float16 too, so every runtime takes equal scales."""
 
+SHRINKS = tuple(x / 100 for x in range(70, 116, 3))
+"""What `search_scales` multiplies a group's extremes by."""
+
 
 def code_range(bits: int) -> tuple[int, int]:
     """Smallest and largest code."""
@@ -66,6 +69,48 @@ def find_scales(weight: Tensor, quantization: Quantization) -> tuple[Tensor, Ten
     return scale, zero.to(torch.int8)
 
 
+def search_scales(weight: Tensor, quantization: Quantization, importance: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and zero points of least Σ importance · (W - Ŵ)² in each group, where Ŵ is W rounded to nearest.
+
+    Tried are the extremes of `find_scales` shrunk or stretched by `SHRINKS`, and where it is symmetric each with both
+    signs. Plain squared error (equal importance) is a bad target: on SmolLM2 its KL is worse than the extremes'.
+
+    Args:
+        weight: W (out, in), any float dtype.
+        quantization: Bits, group size, symmetric or not.
+        importance: (in,), not negative; the energy Σ x² of each input is what output error asks for.
+
+    Returns:
+        As `find_scales`, which wins where all is equal.
+    """
+    lowest, highest = code_range(quantization.bits)
+    groups = grouped(weight.float(), quantization.group_size)
+    weights = importance.float().reshape(groups.shape[1:])
+    best_scale, best_zero = find_scales(weight, quantization)
+    least = _weighted_error(groups, best_scale, best_zero, weights, quantization.bits)
+    first_scale, low = best_scale.clone(), groups.amin(-1).clamp(max=0)
+    for shrink in SHRINKS:
+        for sign in (1, -1) if quantization.symmetric else (1,):
+            scale = round_scales(first_scale * (sign * shrink))
+            zero = (
+                best_zero if quantization.symmetric else (lowest - low * shrink / scale).round().clamp(lowest, highest)
+            )
+            error = _weighted_error(groups, scale, zero.to(torch.int8), weights, quantization.bits)
+            is_better = error < least
+            least = torch.where(is_better, error, least)
+            best_scale = torch.where(is_better, scale, best_scale)
+            best_zero = torch.where(is_better, zero.to(torch.int8), best_zero)
+    return best_scale, best_zero
+
+
+def _weighted_error(groups: Tensor, scale: Tensor, zero: Tensor, weights: Tensor, bits: int) -> Tensor:
+    """Σ weights · (W - Ŵ)² of each group: (out, groups)."""
+    lowest, highest = code_range(bits)
+    s, z = scale[..., None], zero[..., None].float()
+    error = ((groups / s).round_() + z).clamp_(lowest, highest).sub_(z).mul_(s).sub_(groups)
+    return error.square_().mul_(weights).sum(-1)
+
+
 def quantize(weight: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
     """Nearest codes of W.
 
@@ -92,13 +137,15 @@ def dequantize(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
 
 def pack(codes: Tensor, bits: int, axis: int = 1) -> Tensor:
     """int8 codes (rows, columns) -> int32 words as compressed-tensors stores them, packed along `axis`."""
-    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32  # type: ignore[import-untyped] # none
 
-    return pack_to_int32(codes, bits, packed_dim=1 if axis == 1 else 0)
+    words: Tensor = pack_to_int32(codes, bits, packed_dim=axis)
+    return words
 
 
 def unpack(words: Tensor, bits: int, shape: tuple[int, int], axis: int = 1) -> Tensor:
     """The inverse of `pack`: int8 codes of `shape` (rows, columns)."""
     from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 
-    return unpack_from_int32(words, bits, torch.Size(shape), packed_dim=1 if axis == 1 else 0)
+    codes: Tensor = unpack_from_int32(words, bits, torch.Size(shape), packed_dim=axis)
+    return codes
