@@ -69,7 +69,9 @@ def bootstrap_ratio_of_means(
     value, own_error = float(ratio[0]), float(error[0])
     if not own_error:
         return Estimate(value, value, value, confidence)
-    ratios, errors = _ratio_and_error(_resample(count, seed), x, y)
+    weights = _resample(count, seed)
+    weights = weights[weights @ y != 0]  # a resample of clusters that have no denominator has no ratio
+    ratios, errors = _ratio_and_error(weights, x, y)
     low, high = np.quantile(
         (ratios - value) / np.maximum(errors, SMALLEST_ERROR * own_error), [1 - confidence, confidence]
     )

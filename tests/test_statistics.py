@@ -245,3 +245,12 @@ def test_looks_double_up_to_the_last() -> None:
     assert looks(20, 80) == (20, 40, 80)
     assert looks(20, 50) == (20, 40, 50)
     assert looks(20, 20) == (20,)
+
+
+def test_resamples_without_a_denominator_do_not_spoil_the_ratio() -> None:
+    clusters = np.repeat(np.arange(8), 4)
+    denominator = np.where(clusters < 2, 1.0, 0.0)  # a tenth of the resamples draws neither of the two
+    numerator = denominator * np.where(np.arange(32) % 3 == 0, 0.5, 1.0)
+    found = bootstrap_ratio_of_means(numerator, denominator, clusters)
+    assert found.lower <= found.value <= found.upper
+    assert np.isfinite([found.lower, found.upper]).all()
