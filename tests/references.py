@@ -296,3 +296,35 @@ def _add_tokenizer(writer: Any, vocab_size: int) -> None:
     writer.add_bos_token_id(BOS)
     writer.add_eos_token_id(EOS)
     writer.add_chat_template(tiny_tokenizer().chat_template)
+
+
+def slow_gptq(weight: Any, hessian: Any, scale: Any, zero: Any, bits: int, order: Sequence[int]) -> Any:
+    """GPTQ as its paper tells it, in float64: one column at a time, the inverse of what is left computed anew each time.
+
+    Args:
+        weight: W (out, in).
+        hessian: H (in, in), damped.
+        scale: s (out, groups).
+        zero: z (out, groups).
+        bits: Width of a code.
+        order: Columns as they are taken.
+
+    Returns:
+        Q (out, in), int8.
+    """
+    import torch
+
+    lowest, highest = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    w, h = weight.double().clone(), hessian.double()
+    codes = torch.zeros(w.shape, dtype=torch.int8)
+    width = w.shape[1] // scale.shape[1]
+    for position, column in enumerate(order):
+        left = list(order[position:])
+        inverse = torch.linalg.inv(h[left][:, left])
+        for row in range(len(w)):
+            s, z = float(scale[row, column // width]), int(zero[row, column // width])
+            code = min(max(round(float(w[row, column]) / s) + z, lowest), highest)
+            codes[row, column] = code
+            error = (w[row, column] - (code - z) * s) / inverse[0, 0]
+            w[row, left] -= error * inverse[0]
+    return codes

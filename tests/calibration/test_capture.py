@@ -15,7 +15,7 @@ from torch import Tensor
 from strop.calibration import capture
 from strop.calibration.capture import Group, hessian, walk
 from strop.model import Weights, read_spec
-from tests.references import VOCAB_SIZE, decoder_of, random_decoder, tiny_folder, tiny_model
+from references import VOCAB_SIZE, decoder_of, random_decoder, tiny_folder, tiny_model
 
 IDS = torch.randint(0, VOCAB_SIZE, (5, 11), generator=torch.Generator().manual_seed(0))
 
