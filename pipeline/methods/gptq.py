@@ -1,0 +1,297 @@
+"""GPTQ: codes chosen column by column, each rounding error made good by the columns that are still to come.
+
+Frantar et al. 2022, arXiv 2210.17323. On top of the paper: scales of least error weighted with the inputs' energy
+instead of from extremes, and groups that keep their place under act-order, so nothing but codes and scales is stored.
+
+Legend: W (out, in) weights, H (in, in) Hessian, Q (out, in) codes, s and z (out, groups) scales and zero points,
+U (in, in) upper triangular with H⁻¹ = Uᵀ U.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from strop.artifact import Artifact, write_atomically
+from strop.errors import UserError
+from strop.spec import Linear, ModelSpec, Quantization
+from strop.stage import GFLOPS_PER_THREAD, Context, Plan, Stage
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from strop.calibration.capture import Group
+
+log = logging.getLogger(__name__)
+
+BLOCK_SIZE = 32
+"""Columns that are finished before the columns after them are updated. Changes speed, not what is computed."""
+MOST_DAMPING = 1.0
+"""A Hessian that this does not make invertible is not one."""
+
+
+class Gptq(Stage):
+    """Quantize the weights of linears one column after the other, against the inputs that calibration text gives them.
+
+    Attributes:
+        bits: Width of a code.
+        group_size: Inputs that share one scale; null: one scale per output channel.
+        symmetric: Without zero points.
+        targets: Patterns over full linear names, for example `*.mlp.*`; null: every linear inside the layers.
+        act_order: Begin with the columns whose inputs have the most energy.
+        damping: Added to the Hessian's diagonal, as a part of the diagonal's mean. Where the Hessian cannot be
+            inverted it is raised tenfold until it can, and the report names the linear.
+    """
+
+    needs_calibration: ClassVar[bool] = True
+
+    bits: Literal[2, 3, 4, 8] = 4
+    group_size: int | None = Field(default=64, gt=0)
+    symmetric: bool = True
+    targets: list[str] | None = Field(default=None, min_length=1)
+    act_order: bool = True
+    damping: float = Field(default=0.01, gt=0, le=MOST_DAMPING)
+
+    def plan(self, spec: ModelSpec, num_calibration_tokens: int) -> Plan:
+        """See `Stage.plan`."""
+        result, linears = self._quantized(spec)
+        tokens = num_calibration_tokens
+        inside = [x for layer in spec.layers for x in layer.linears.values()]
+        widest = max(x.in_features for x in inside)
+        forward = sum(2 * x.in_features * x.out_features for x in inside)
+        hessians = sum(x.in_features**2 for x in linears) / 2  # about every other one shares its inputs
+        solving = sum(2 * x.in_features**2 * (x.out_features + x.in_features) for x in linears)
+        block = sum(x.in_features * x.out_features for x in spec.layers[0].linears.values())
+        return Plan(
+            spec=result,
+            size_bytes=result.size_bytes(),
+            memory_bytes=4 * (tokens * (spec.hidden_size + widest) + 2 * block + 8 * widest**2),
+            seconds=(tokens * (forward + hessians) + solving) / (2 * GFLOPS_PER_THREAD * 1e9),
+        )
+
+    def run(self, source: Artifact, out: Path, context: Context) -> dict[str, Any]:
+        """See `Stage.run`. Finished linears are kept in the scratch folder; a killed run goes on after them."""
+        import numpy as np
+        import torch
+
+        from strop.calibration.capture import walk
+        from strop.model import Weights, read_spec, save_checkpoint
+
+        torch.set_num_threads(context.threads)
+        assert context.calibration is not None, "the runner provides it: needs_calibration"
+        ids = torch.from_numpy(np.load(context.calibration)).to(context.device)
+        spec = read_spec(source.path)
+        result, linears = self._quantized(spec)
+        waiting = {x.name for x in linears}
+
+        def visit(group: Group) -> bool:
+            chosen = [x for x in group.linears if x.name in waiting]
+            if chosen:
+                self._quantize(group, chosen, context.scratch)
+                waiting.difference_update(x.name for x in chosen)
+                context.progress("gptq", len(linears) - len(waiting), len(linears))
+            return bool(waiting)
+
+        with Weights(source.path) as weights:
+            walk(weights, spec, ids, visit)
+        save_checkpoint(out, result, source.path, _changed(result, linears, context.scratch))
+        return {"spec": result, "report": self._report(linears, context.scratch)}
+
+    def _quantization(self) -> Quantization:
+        return Quantization(self.bits, self.group_size, self.symmetric)
+
+    def _quantized(self, spec: ModelSpec) -> tuple[ModelSpec, list[Linear]]:
+        """The table of the output, and the linears of the input that change."""
+        linears = spec.match(self.targets)
+        return spec.quantize({x.name: self._quantization() for x in linears}), linears
+
+    def _quantize(self, group: Group, linears: Sequence[Linear], scratch: Path) -> None:
+        """Quantize linears that share their inputs, unless an earlier try did, and put the result in their place."""
+        import torch
+
+        from strop.calibration.capture import hessian
+        from strop.numerics import dequantize
+
+        if not all(_path(scratch, x).exists() for x in linears):
+            h = hessian(group.inputs())
+            weight = torch.cat([group.weights[x.name] for x in linears])
+            solution = self._solve(weight, h, ", ".join(x.name for x in linears))
+            start = 0
+            for linear in linears:
+                rows = slice(start, start + linear.out_features)
+                part = solution.rows(rows)
+                error = relative_error(weight[rows], dequantize(part.codes, part.scale, part.zero), h)
+                _keep(_path(scratch, linear), part, error)
+                start = rows.stop
+        for linear in linears:
+            kept = _load(_path(scratch, linear))
+            group.weights[linear.name].copy_(dequantize(kept["codes"], kept["scale"], kept["zero"]))
+
+    def _solve(self, weight: Tensor, hessian: Tensor, place: str) -> Solution:
+        """Codes of W, with as much damping as it takes.
+
+        Raises:
+            UserError: The Hessian is not finite, or cannot be inverted however much it is damped.
+        """
+        import torch
+
+        from strop.numerics import quantize, search_scales
+
+        energy = hessian.diagonal()
+        if not bool(hessian.isfinite().all()):
+            raise UserError(f"gptq: {place}: the inputs are not finite on the calibration text")
+        scale, zero = search_scales(weight, self._quantization(), energy)
+        if not bool(energy.any()):
+            log.warning("gptq: %s: no input on the calibration text, rounded to nearest", place)
+            return Solution(quantize(weight, scale, zero, self.bits), scale, zero, damping=0.0)
+        order = energy.argsort(descending=True, stable=True) if self.act_order else torch.arange(len(energy))
+        damping = self.damping
+        while (factor := inverse_factor(hessian[order][:, order], damping)) is None:
+            if damping >= MOST_DAMPING:
+                raise UserError(f"gptq: {place}: the Hessian cannot be inverted, not even with damping {damping:g}")
+            damping = min(10 * damping, MOST_DAMPING)
+            log.warning("gptq: %s: the Hessian cannot be inverted, damping raised to %g", place, damping)
+        return Solution(choose_codes(weight, factor, scale, zero, self.bits, order), scale, zero, damping)
+
+    def _report(self, linears: Sequence[Linear], scratch: Path) -> dict[str, Any]:
+        """What each linear lost, and where more damping was needed."""
+        kept = {x.name: _load(_path(scratch, x)) for x in linears}
+        damping = {name: float(x["damping"]) for name, x in kept.items()}
+        return {
+            "relative_error": {name: round(float(x["error"]), 6) for name, x in kept.items()},
+            "raised_damping": {name: x for name, x in damping.items() if x > self.damping},
+            "without_inputs": [name for name, x in damping.items() if x == 0],
+        }
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Codes of some rows, and what they stand for.
+
+    Attributes:
+        codes: Q (out, in), int8.
+        scale: s (out, groups), float32 holding bfloat16 values.
+        zero: z (out, groups), int8.
+        damping: That it took; 0 where there were no inputs and W was rounded to nearest.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor
+    damping: float
+
+    def rows(self, rows: slice) -> Solution:
+        """Some of the rows."""
+        return Solution(self.codes[rows], self.scale[rows], self.zero[rows], self.damping)
+
+
+# Maths.
+
+
+def inverse_factor(hessian: Tensor, damping: float) -> Tensor | None:
+    """U of H damped, the upper triangular factor of its inverse: H⁻¹ = Uᵀ U.
+
+    Computed in float64 as the inverse of a factor of H, never through H⁻¹ itself: H = M Mᵀ with M upper triangular is
+    a Cholesky factorization from the last column to the first, and U = M⁻¹.
+
+    Args:
+        hessian: H (in, in), float32.
+        damping: Added to the diagonal, as a part of its mean.
+
+    Returns:
+        (in, in) float32; None where the damped H is not positive definite.
+    """
+    import torch
+
+    damped = hessian.double()
+    damped.diagonal().add_(damping * damped.diagonal().mean())
+    lower, info = torch.linalg.cholesky_ex(damped.flip(0, 1))
+    if int(info) != 0:
+        return None
+    identity = torch.eye(len(lower), dtype=lower.dtype, device=lower.device)
+    factor: Tensor = torch.linalg.solve_triangular(lower, identity, upper=False).flip(0, 1).float()
+    return factor
+
+
+def choose_codes(weight: Tensor, factor: Tensor, scale: Tensor, zero: Tensor, bits: int, order: Tensor) -> Tensor:
+    """Codes of least output error, column by column (Frantar et al. 2022, algorithm 1).
+
+    Args:
+        weight: W (out, in), float32.
+        factor: U (in, in) of H with rows and columns in `order`.
+        scale: s (out, groups), of the groups as they lie in W.
+        zero: z (out, groups), int8.
+        bits: Width of a code.
+        order: (in,), columns as they are to be taken.
+
+    Returns:
+        Q (out, in), int8.
+    """
+    import torch
+
+    from strop.numerics import code_range
+
+    lowest, highest = code_range(bits)
+    width = weight.shape[1]
+    group_of = order // (width // scale.shape[1])
+    # Columns become rows: each step reads and writes contiguous memory.
+    w, s, z = weight.T[order].contiguous(), scale.T[group_of].contiguous(), zero.float().T[group_of].contiguous()
+    q, diagonal = torch.empty_like(w), factor.diagonal().tolist()
+    for start in range(0, width, BLOCK_SIZE):
+        stop = min(start + BLOCK_SIZE, width)
+        errors = torch.empty_like(w[start:stop])
+        for i in range(start, stop):
+            torch.div(w[i], s[i], out=q[i]).round_().add_(z[i]).clamp_(lowest, highest)
+            error = torch.sub(q[i], z[i], out=errors[i - start]).mul_(s[i]).sub_(w[i]).div_(-diagonal[i])
+            w[i + 1 : stop].addr_(factor[i, i + 1 : stop], error, alpha=-1)
+        w[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1)
+    codes = torch.empty_like(q, dtype=torch.int8)
+    codes[order] = q.to(torch.int8)
+    return codes.T.contiguous()
+
+
+def relative_error(weight: Tensor, other: Tensor, hessian: Tensor) -> float:
+    """Energy of the outputs' error by that of the outputs: Σ ‖(W - Ŵ) x‖² / Σ ‖W x‖² over the calibration text."""
+    import torch
+
+    lost, total = ((x @ hessian).mul_(x).sum(dtype=torch.float64) for x in (weight - other, weight))
+    return float(lost / total) if total > 0 else 0.0
+
+
+# Files.
+
+
+def _path(scratch: Path, linear: Linear) -> Path:
+    return scratch / f"{linear.name}.safetensors"
+
+
+def _keep(path: Path, solution: Solution, error: float) -> None:
+    import torch
+    from safetensors.torch import save
+
+    tensors = {"codes": solution.codes, "scale": solution.scale, "zero": solution.zero}
+    numbers = {"damping": solution.damping, "error": error}
+    stored = {name: x.cpu().contiguous() for name, x in tensors.items()}
+    write_atomically(path, save({**stored, **{k: torch.tensor(x, dtype=torch.float64) for k, x in numbers.items()}}))
+
+
+def _load(path: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(path)
+
+
+def _changed(spec: ModelSpec, linears: Sequence[Linear], scratch: Path) -> Iterator[tuple[str, Tensor | None]]:
+    """Stored tensors that take the place of the weights of `linears`. `spec`: the table of the output."""
+    from strop.model import packed_tensors
+
+    quantized = {x.name: x for x in spec.linears()}
+    for linear in linears:
+        kept = _load(_path(scratch, linear))
+        yield f"{linear.name}.weight", None
+        yield from packed_tensors(quantized[linear.name], kept["codes"], kept["scale"], kept["zero"]).items()
