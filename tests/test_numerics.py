@@ -1,0 +1,139 @@
+"""The packed form's maths: scales, codes, bounds, packing."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from strop import numerics
+from strop.numerics import code_range, dequantize, find_scales, pack, quantize, round_scales, search_scales, unpack
+from strop.spec import Quantization
+
+FORMS = [
+    Quantization(bits, group_size, symmetric)
+    for bits, group_size, symmetric in itertools.product((2, 3, 4, 8), (None, 10), (True, False))
+]
+
+
+def weights(rows: int = 7, width: int = 30, seed: int = 0) -> Tensor:
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
+
+
+def slow_round(weight: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
+    """The nearest of all values that the grid has, one weight at a time."""
+    lowest, highest = code_range(bits)
+    out = torch.empty_like(weight)
+    width = weight.shape[1] // scale.shape[1]
+    for row, column in itertools.product(*map(range, weight.shape)):
+        s, z = scale[row, column // width], zero[row, column // width]
+        grid = (torch.arange(lowest, highest + 1) - z) * s
+        out[row, column] = grid[(grid - weight[row, column]).abs().argmin()]
+    return out
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_codes_are_the_nearest_of_the_grid(form: Quantization) -> None:
+    weight = weights()
+    scale, zero = find_scales(weight, form)
+    found = dequantize(quantize(weight, scale, zero, form.bits), scale, zero)
+    expected = slow_round(weight, scale, zero, form.bits)
+    # Half way between two codes both are nearest: compare distances.
+    torch.testing.assert_close((found - weight).abs(), (expected - weight).abs(), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_round_trip_error_is_bounded(form: Quantization) -> None:
+    weight = weights(rows=20, width=60)
+    scale, zero = find_scales(weight, form)
+    found = dequantize(quantize(weight, scale, zero, form.bits), scale, zero)
+    step = scale.abs().repeat_interleave(60 // scale.shape[1], 1)
+    # Half a step; what lies past the grid's last value (the scale was rounded, a zero point too, and symmetric grids
+    # have one code less on one side) may be off by one and a half.
+    error = (found - weight).abs() / step
+    assert error.max() <= 1.6
+    assert (error <= 0.5 + 1e-4).float().mean() > (0.7 if form.bits == 2 else 0.9)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_symmetric_scales_put_the_larger_extreme_on_the_lowest_code(bits: int) -> None:
+    weight = weights()
+    scale, zero = find_scales(weight, Quantization(bits, 10, True))
+    codes = quantize(weight, scale, zero, bits).reshape(7, 3, 10)
+    extreme = weight.reshape(7, 3, 10).abs().argmax(-1, keepdim=True)
+    assert (codes.gather(-1, extreme) == code_range(bits)[0]).all()
+    assert (scale > 0).any()
+    assert (scale < 0).any()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("value", [0.0, 0.3, -2.0, 1e-30, -1e30])
+def test_constant_groups_have_finite_scales(form: Quantization, value: float) -> None:
+    weight = torch.full((3, 20), value)
+    for scale, zero in (find_scales(weight, form), search_scales(weight, form, torch.ones(20))):
+        assert scale.isfinite().all()
+        assert (scale != 0).all()
+        found = dequantize(quantize(weight, scale, zero, form.bits), scale, zero)
+        if abs(value) < 10:
+            torch.testing.assert_close(found, weight, atol=1e-4, rtol=0.01)
+
+
+def test_scales_are_bfloat16_values_that_float16_holds_as_normal_numbers() -> None:
+    scale = round_scales(torch.tensor([0.0, -0.0, 1e-30, -1e-30, 0.1, -0.1, 1e30, -1e30]))
+    assert torch.equal(scale, scale.bfloat16().float())
+    assert torch.equal(scale, scale.half().float())
+    assert scale.abs().min() >= torch.finfo(torch.float16).smallest_normal
+    assert scale[4] == -scale[5] == torch.tensor(0.1).bfloat16()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_searched_scales_lose_no_more_than_extremes(form: Quantization) -> None:
+    weight = weights(rows=11, width=40)
+    importance = torch.rand(40, generator=torch.Generator().manual_seed(1)) ** 4
+
+    def lost(scale: Tensor, zero: Tensor) -> Tensor:
+        error = (dequantize(quantize(weight, scale, zero, form.bits), scale, zero) - weight) ** 2 * importance
+        return error.reshape(11, scale.shape[1], -1).sum(-1)
+
+    searched, extremes = lost(*search_scales(weight, form, importance)), lost(*find_scales(weight, form))
+    assert (searched <= extremes).all()
+    assert (searched < 0.95 * extremes).any()
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_searched_scales_are_the_best_of_those_tried(symmetric: bool) -> None:
+    weight = weights(rows=1, width=10)
+    importance = torch.rand(10, generator=torch.Generator().manual_seed(1))
+    form = Quantization(3, None, symmetric)
+    first, _ = find_scales(weight, form)
+    tried = []
+    for shrink, sign in itertools.product((*numerics.SHRINKS, 1.0), (1, -1) if symmetric else (1,)):
+        scale = round_scales(first * shrink * sign)
+        for zero in [0] if symmetric else range(-4, 4):
+            z = torch.full((1, 1), zero, dtype=torch.int8)
+            tried.append((((slow_round(weight, scale, z, 3) - weight) ** 2 * importance).sum(), scale, z))
+    scale, zero = search_scales(weight, form, importance)
+    found = ((slow_round(weight, scale, zero, 3) - weight) ** 2 * importance).sum()
+    least = min(float(x[0]) for x in tried)
+    assert float(found) == pytest.approx(least, rel=1e-5) if symmetric else float(found) >= least * 0.999
+
+
+def test_without_importance_the_extremes_stay() -> None:
+    weight = weights()
+    form = Quantization(4, 10, True)
+    for found, expected in zip(search_scales(weight, form, torch.zeros(30)), find_scales(weight, form), strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_packed_codes_come_back(bits: int, axis: int) -> None:
+    lowest, highest = code_range(bits)
+    generator = torch.Generator().manual_seed(bits)
+    codes = torch.randint(lowest, highest + 1, (13, 37), dtype=torch.int8, generator=generator)
+    words = pack(codes, bits, axis)
+    assert words.dtype == torch.int32
+    assert words.shape[axis] == -(-codes.shape[axis] * bits // 32)
+    assert torch.equal(unpack(words, bits, (13, 37), axis), codes)
