@@ -83,7 +83,8 @@ def read_spec(folder: Path, dtype: DType | None = None) -> ModelSpec:
     Raises:
         UserError: No such folder, or not a model that strop knows.
     """
-    if (folder / MANIFEST).is_file() and (data := read_manifest(folder).spec) is not None:
+    data = read_manifest(folder).spec if (folder / MANIFEST).is_file() else None
+    if data is not None and data.get("opaque_bytes") is None:
         try:
             return ModelSpec.from_json(data if dtype is None else {**data, "dtype": dtype})
         except (KeyError, TypeError) as error:
