@@ -37,7 +37,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code, one of `ExitCode`, or 130 after Ctrl-C.
     """
     args = parser().parse_args(argv)
-    configure_logging(args.verbose)
+    with logging_to_stderr(args.verbose):
+        return run_command(args)
+
+
+def run_command(args: argparse.Namespace) -> int:
+    """Run the command that was asked for, and turn what it raises into lines and a code."""
     command: Callable[[argparse.Namespace], int] = args.command
     try:
         return command(args)
@@ -67,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
     commands = root.add_subparsers(metavar="COMMAND", required=True)
     for add in (
         add_run, add_check, add_init, add_schema, add_generate, add_store,
-        add_list, add_compare, add_verify, add_doctor,
+        add_list, add_compare, add_gate, add_verify, add_doctor,
     ):  # fmt: skip
         add(commands)
     return root
@@ -279,6 +284,51 @@ def command_compare(args: argparse.Namespace) -> int:
     return 0
 
 
+# --------------------------------------------------------------------------------------------------------- gate
+
+
+def add_gate(commands: Commands) -> None:
+    """`strop gate`."""
+    command = add_command(
+        commands, "gate", command_gate, "measure a candidate against a reference and judge it, for CI"
+    )
+    sides = "an artifact, a Hugging Face folder or a .gguf file"
+    command.add_argument("candidate", metavar="CANDIDATE", help=sides)
+    command.add_argument("reference", metavar="REFERENCE", help=sides)
+    policy = command.add_mutually_exclusive_group(required=True)
+    policy.add_argument("--gates", type=Path, metavar="FILE", help="YAML with gates:, and evals: as in a recipe")
+    policy.add_argument(
+        "--profile", choices=("standard", "strict", "lenient"), help="built-in limits for the bits found"
+    )
+    command.add_argument("--self-test", action="store_true", help="also plant known faults and see that each is caught")
+    command.add_argument("--out", type=Path, metavar="DIR", help="where the report goes (default: strop-report/gate)")
+    add_store_option(command)
+
+
+def command_gate(args: argparse.Namespace) -> int:
+    """Judge a candidate, write the report, print its table."""
+    from strop import page, release, report, store
+
+    out = args.out or Path("strop-report") / "gate"
+    policy = args.profile if args.gates is None else args.gates
+    with live_progress() as progress:
+        chosen = release.Release(args.candidate, args.reference, policy, store.Store(args.store), progress)
+        judged = chosen.judge()
+        page.write_report(judged, out)
+        emit(report.table(judged) + "\n", None)
+        print(f"report: {out / 'report.html'}", file=sys.stderr)
+        caught = chosen.self_test(judged) if args.self_test else []
+    for fault, verdict in caught:
+        emit(
+            f"self-test: {fault}: {'NOT CAUGHT' if verdict is None else f'caught by {verdict.rule}, {verdict.why}'}\n",
+            None,
+        )
+    missed = [fault for fault, verdict in caught if verdict is None]
+    if missed:
+        raise UserError(f"--self-test: these gates do not notice {', '.join(missed)}: tighten them")
+    return judged.exit_code
+
+
 # ------------------------------------------------------------------------------------------------------- verify
 
 
@@ -341,12 +391,18 @@ def emit(text: str, out: Path | None) -> None:
         raise UserError(f"{out}: cannot write, {error.strerror}") from error
 
 
-def configure_logging(is_verbose: bool) -> None:
-    """Log lines of strop to stderr, warnings of other libraries only."""
+@contextmanager
+def logging_to_stderr(is_verbose: bool) -> Iterator[None]:
+    """Log lines of strop to stderr, of other libraries only warnings."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))
-    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
-    logging.getLogger("strop").setLevel(logging.DEBUG if is_verbose else logging.INFO)
+    root, ours = logging.getLogger(), logging.getLogger("strop")
+    ours.setLevel(logging.DEBUG if is_verbose else logging.INFO)
+    root.addHandler(handler)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
 
 
 @contextmanager

@@ -18,12 +18,14 @@ from strop.errors import UserError, did_you_mean
 Value = Any
 """None, bool, int, float, str, or lists and string-keyed dicts of these."""
 
+TAG = "tag:yaml.org,2002:"
+IMPLICIT = ("null", "bool", "int", "float", "str", "timestamp", "merge", "value")
+"""Tags that PyYAML gives to text that has none; what they mean is read from `SCALARS` instead."""
 MAX_BYTES = 1 << 20
 MAX_VALUES = 20_000
 """Values after aliases are expanded: a few lines of aliases of aliases can stand for billions."""
 MAX_DEPTH = 40
 
-TAG = "tag:yaml.org,2002:"
 SCALARS: Mapping[str, tuple[re.Pattern[str], Callable[[str], Value]]] = {
     "null": (re.compile(r"~|null|Null|NULL|"), lambda _: None),
     "bool": (re.compile(r"true|True|TRUE|false|False|FALSE"), lambda text: text.lower() == "true"),
@@ -135,7 +137,7 @@ class Reader:
         if node.style in ("'", '"', "|", ">"):
             self.require(node, "str")
             return node.value
-        if not node.tag.startswith(TAG):
+        if node.tag.removeprefix(TAG) not in IMPLICIT:
             raise self.error(node, f"tag {node.tag!r} is not allowed, values are plain YAML")
         for pattern, convert in SCALARS.values():
             if pattern.fullmatch(node.value):

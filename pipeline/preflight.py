@@ -147,12 +147,14 @@ def _check_format(stage: NamedStage, format: str, after: Chain) -> None:
 
 
 def _check_texts(recipe: Recipe) -> None:
-    """Refuse to measure on text that was calibrated on."""
-    if recipe.calibration is None or recipe.calibration.source == "self":
-        return
-    ours = recipe.calibration.source
+    """Refuse sources that hold no text, and to measure on text that was calibrated on."""
+    ours = recipe.calibration.source if recipe.calibration else "self"
+    if _needs_a_look(ours):
+        documents(ours, "calibration")
     for name, metric in recipe.evals.items():
         for theirs in metric.text_sources():
+            if _needs_a_look(theirs):
+                documents(theirs, "measure")
             if shared := _shared_text(ours, theirs):
                 raise UserError(
                     f"calibration.source: {ours} is also measured on by evals ({name}: {theirs}): {shared}; "
@@ -162,13 +164,14 @@ def _check_texts(recipe: Recipe) -> None:
 
 def _shared_text(ours: str, theirs: str) -> str | None:
     """What two sources share. `python` and `hub:` keep the two purposes apart themselves; hub texts are not fetched."""
-    files = [x for x in (ours, theirs) if _is_file(x)]
-    if not files or any(x.startswith("hub:") for x in (ours, theirs)):
+    files = [x for x in (ours, theirs) if _needs_a_look(x)]
+    if not files or ours == "self" or any(x.startswith("hub:") for x in (ours, theirs)):
         return None
     if len(files) == 2 and Path(ours).expanduser().resolve() == Path(theirs).expanduser().resolve():
         return "the same file"
     return overlap(documents(ours, "calibration"), documents(theirs, "measure"))
 
 
-def _is_file(source: str) -> bool:
-    return source.endswith((".txt", ".jsonl"))
+def _needs_a_look(source: str) -> bool:
+    """Whether a source can be missing or empty, and is on this machine."""
+    return source not in ("self", "python") and not source.startswith("hub:")
