@@ -119,6 +119,28 @@ def check_program(program: Artifact, checkpoint: Artifact) -> float:
     return _compare(found, expected, _tolerance(traits, _spec(checkpoint)), program.path)
 
 
+def check_files(folder: Path) -> list[Finding]:
+    """Check that an artifact's files and manifest are as they were written.
+
+    Args:
+        folder: Of any artifact.
+
+    Returns:
+        What was checked and holds.
+
+    Raises:
+        UserError: Not an artifact.
+        ConformanceError: A file is missing, changed or foreign, or the manifest is damaged.
+    """
+    if not (folder / MANIFEST).is_file():
+        raise UserError(f"{folder}: not a strop artifact, {MANIFEST} is missing")
+    try:
+        manifest = read_manifest(folder)
+    except UserError as error:
+        raise ConformanceError(str(error)) from error
+    return [_check_hashes(folder, manifest), _check_lineage(manifest)]
+
+
 def verify(folder: Path) -> list[Finding]:
     """Check everything that can be checked of an artifact from its folder, and from the one it was made from where
     that lies beside it, as it does in a store.
@@ -133,13 +155,8 @@ def verify(folder: Path) -> list[Finding]:
         UserError: Not an artifact.
         ConformanceError: Something is off.
     """
-    if not (folder / MANIFEST).is_file():
-        raise UserError(f"{folder}: not a strop artifact, {MANIFEST} is missing")
-    try:
-        artifact, manifest = open_artifact(folder), read_manifest(folder)
-    except UserError as error:
-        raise ConformanceError(str(error)) from error
-    findings = [_check_hashes(folder, manifest), _check_lineage(manifest)]
+    findings = check_files(folder)
+    artifact, manifest = open_artifact(folder), read_manifest(folder)
     source = _neighbour(artifact, manifest)
     if manifest.format == "checkpoint":
         findings += _verify_checkpoint(artifact, source)

@@ -17,7 +17,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from strop.errors import ExitCode, UserError, did_you_mean
 from strop.metric import Estimate, Kind, Measurement, Metric
-from strop.spec import ModelSpec
 from strop.statistics import holm
 
 Outcome = Literal["PASS", "FAIL", "INCONCLUSIVE", "NOT_MEASURED"]
@@ -249,33 +248,20 @@ def profile(name: Profile, level: Level) -> list[Gate]:
         "int4": (0.10, 1.0, 12.0, 0.08),
         "compile_only": (1e-6, 1e-4, 0.1, 1e-4),
     }[name]
+    top = "divergence.same_top_off_ties" if name == "compile_only" else "divergence.same_top"
     return [
         Gate(metric="divergence.kl_mean", at_most=kl_mean * scale),
         Gate(metric="divergence.kl_p99", at_most=kl_p99 * scale),
-        Gate(metric="divergence.same_top", at_least=100 - top_loss * scale),
+        Gate(metric=top, at_least=100 - top_loss * scale),
         Gate(metric="perplexity.ratio", at_most=1 + ratio_loss * scale),
         Gate(metric="latency.decode_tokens_per_s", at_least=1 / (1 + 0.05 * scale), of="parent"),
         Gate(metric="size.total_bytes", at_most=1 + 0.05 * scale, of="parent"),
     ]
 
 
-def profile_name(candidate: ModelSpec, reference: ModelSpec, dtype: str) -> Profile:
-    """The profile that fits what was done to a model.
-
-    Args:
-        candidate: Table of the candidate.
-        reference: Table of what it is compared with.
-        dtype: Of the candidate's activations.
-
-    Raises:
-        UserError: The shapes differ: no general limit is known for a pruned model.
-    """
-    ours, theirs = list(candidate.linears()), list(reference.linears())
-    if [(x.in_features, x.out_features) for x in ours] != [(x.in_features, x.out_features) for x in theirs]:
-        raise UserError("--profile: candidate and reference differ in shape and no limits fit that; write --gates")
-    if [x.quantization for x in ours] == [x.quantization for x in theirs]:
-        return "compile_only" if dtype == "float32" else "int8"
-    return "int4" if min((x.quantization.bits for x in ours if x.quantization), default=16) < 8 else "int8"
+def profile_name(bits: float) -> Profile:
+    """The profile for a model whose smallest weights take so many bits: 32 means that only its form changed."""
+    return "int4" if bits < 7.5 else "int8" if bits < 32 else "compile_only"
 
 
 def show(value: float, unit: str) -> str:

@@ -10,12 +10,14 @@ import pytest
 import strop
 
 ORDER = (
-    "errors artifact spec families numerics layers safetensors_file model gguf_file wheel sources plugin stage program "
-    "metric statistics decoding worker calibration export methods evals conformance gate report plots page store "
-    "recipe runner cli"
+    "errors artifact machine spec families numerics layers safetensors_file model gguf_file wheel sources plugin stage program "
+    "metric statistics decoding worker calibration export methods evals conformance faults gate report comparison plots page "
+    "doctor store document recipes recipe catalog preflight starter digest runner release reply cli"
 ).split()
 ROOTS = {
-    name: Path(strop.__file__).parent if name is None else Path(__import__(f"strop.{name}", fromlist=["_"]).__file__ or "").parent
+    name: Path(strop.__file__).parent
+    if name is None
+    else Path(__import__(f"strop.{name}", fromlist=["_"]).__file__ or "").parent
     for name in (None, "calibration", "export", "methods", "evals", "decoding")
 }
 
