@@ -16,7 +16,7 @@ from strop.errors import UserError
 from strop.program import Ints
 
 SHORTEST = 8
-"""Fewest tokens of text in a window; shorter documents and remainders are left out."""
+"""Fewest tokens in a window of text to score; shorter documents and remainders are left out."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Window:
     size_bytes: int
 
 
-def cut(source: str, tokenizer: Any, count: int, length: int) -> list[Window]:
+def cut(source: str, tokenizer: Any, count: int, length: int, shortest: int = SHORTEST) -> list[Window]:
     """Windows of a text's measuring half: the first of every document, then the second of every document, and so on.
 
     Args:
@@ -43,12 +43,13 @@ def cut(source: str, tokenizer: Any, count: int, length: int) -> list[Window]:
         tokenizer: Of transformers.
         count: Most windows.
         length: Most tokens in one, BOS included. The last window of a document is shorter.
+        shortest: Fewest tokens in one, BOS included; what is shorter is left out.
 
     Raises:
         UserError: The text gives less than two windows.
     """
     waiting = deque(
-        (index, _pieces(text, tokenizer, length)) for index, text in enumerate(documents(source, "measure"))
+        (index, _pieces(text, tokenizer, length, shortest)) for index, text in enumerate(documents(source, "measure"))
     )
     found: list[Window] = []
     while waiting and len(found) < count:
@@ -58,7 +59,7 @@ def cut(source: str, tokenizer: Any, count: int, length: int) -> list[Window]:
             found.append(Window(np.array(ids, dtype=np.int64), document, len(text.encode())))
             waiting.append((document, pieces))
     if len(found) < 2:
-        raise UserError(f"text: {source} gives {len(found)} windows of {SHORTEST} tokens or more, measuring needs 2")
+        raise UserError(f"text: {source} gives {len(found)} windows of {shortest} tokens or more, measuring needs 2")
     return found
 
 
@@ -70,13 +71,13 @@ def digest(windows: Sequence[Window]) -> str:
     return content.hexdigest()
 
 
-def _pieces(text: str, tokenizer: Any, length: int) -> Iterator[list[int]]:
+def _pieces(text: str, tokenizer: Any, length: int, shortest: int) -> Iterator[list[int]]:
     """Tokenizes only when asked for the first piece: most documents of a large source are never reached."""
     start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     # `verbose` off: transformers warns of text beyond the model's context, which is cut into windows here
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     for first in itertools.count(0, length - len(start)):
-        piece = ids[first : first + length - len(start)]
-        if len(piece) < SHORTEST:
+        piece = start + ids[first : first + length - len(start)]
+        if len(piece) < shortest:
             return
-        yield start + piece
+        yield piece

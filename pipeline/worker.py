@@ -26,6 +26,7 @@ from typing import IO, Any, NamedTuple, Self
 import numpy as np
 
 from strop.artifact import open_artifact
+from strop.decoding.plain import Sampler, generate
 from strop.errors import ConformanceError, UserError
 from strop.program import Logits, Program, open_program
 
@@ -215,16 +216,14 @@ class Worker:
 def decode(program: Program, prompt: Sequence[int], num_tokens: int) -> Timing:
     """What `Worker.decode` does, in this process."""
     session = program.open(1, len(prompt) + num_tokens)
-    ids = np.array([prompt], dtype=np.int64)
     tokens: list[int] = []
     gc.collect()
     gc.disable()
     try:
         switches, cpu = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw, time.process_time()
         stamps = [time.perf_counter()]
-        for _ in range(num_tokens):
-            tokens.append(int(session.step(ids)[0, 0].argmax()))
-            ids = np.array([tokens[-1:]], dtype=np.int64)
+        for token in generate(session, prompt, max_new_tokens=num_tokens, sampler=Sampler()):
+            tokens.append(token)
             stamps.append(time.perf_counter())
         cpu = time.process_time() - cpu
         switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw - switches

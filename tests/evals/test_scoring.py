@@ -152,7 +152,7 @@ def test_windows_put_together_are_the_text(text: str, tokenizer: Any) -> None:
     assert all(x[0] == tokenizer.bos_token_id for x in pieces)
     joined = [token for x in pieces for token in x[1:]]
     assert joined == whole[: len(joined)]
-    assert len(whole) - len(joined) < SHORTEST
+    assert len(whole) - len(joined) < SHORTEST - 1
 
 
 def test_bytes_are_those_of_the_predicted_text(text: str, tokenizer: Any) -> None:

@@ -1,0 +1,30 @@
+"""Memory of fresh processes grows by what a program takes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fakes.table_runtime import save_table
+
+from strop.evals.memory import PROCESSES, Memory, resident
+from strop.metric import MeasureContext
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+def test_a_bigger_program_takes_as_much_more_as_it_is_bigger(tmp_path: Path) -> None:
+    table = np.zeros((7, 7), np.float32)
+    small = save_table(tmp_path / "small", table, table, key="s" * 64)
+    big = save_table(tmp_path / "big", table, table, behaviour={"ballast_bytes": 60_000_000}, key="b" * 64)
+    found = Memory(prompt_tokens=3, new_tokens=2).measure(big, {"parent": small}, MeasureContext(threads=1))
+    for measurement in found.values():
+        processes = resident(small, 3, 2, 1)
+        extra = measurement.estimate.value - max(x.steady_bytes for x in processes)
+        assert 50e6 < extra < 80e6
+        assert measurement.ratios["parent"].value > 1.5
+        assert len(measurement.detail["processes"]) == PROCESSES
+    assert found["peak_bytes"].estimate.value >= found["steady_bytes"].estimate.value
+    assert found["peak_bytes"].estimate.lower == found["peak_bytes"].estimate.upper
