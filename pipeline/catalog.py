@@ -126,7 +126,7 @@ def markdown() -> str:
         "listed is refused. Every stage, export and eval takes `use` (what it is) and `name` (default: the same).",
     ]
     for title, part in PARTS:
-        lines += ["", f"## {title}", "", *_table(_fields(part))]
+        lines += ["", f"## {title}", "", *_table(fields(part))]
     found = entries()
     for kind, text in KINDS.items():
         lines += ["", f"## {kind.capitalize()}", "", text]
@@ -155,10 +155,11 @@ def _entry(kind: Kind, name: str, part: type[BaseModel]) -> Entry:
     measures: tuple[tuple[str, str], ...] = ()
     if issubclass(part, Metric) and not any(x.is_required() for x in part.model_fields.values()):
         measures = tuple(part().names().items())
-    return Entry(kind, name, _first_line(module.__doc__), tuple(_fields(part)), measures)
+    return Entry(kind, name, _first_line(module.__doc__), tuple(fields(part)), measures)
 
 
-def _fields(part: type[BaseModel]) -> Iterator[FieldText]:
+def fields(part: type[BaseModel]) -> Iterator[FieldText]:
+    """The YAML keys of a part of a recipe, in order."""
     for name, text in describe_fields(part).items():
         field = part.model_fields[name]
         sentence = text[:1].upper() + text[1:] + ("" if text.endswith((".", "?")) or not text else ".")

@@ -163,7 +163,8 @@ def read_report(path: Path) -> Report:
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise UserError(f"{path}: no report, {file.name} is missing") from error
+        what = f"holds no {REPORT}" if path.is_dir() else "no such file or folder"
+        raise UserError(f"{path}: {what}") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{file}: not a report, not JSON ({error})") from error
     if not isinstance(data, dict) or data.get("version") != REPORT_VERSION:

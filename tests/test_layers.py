@@ -9,11 +9,13 @@ import pytest
 
 import strop
 
-ORDER = (
-    "errors artifact machine spec families numerics layers safetensors_file model gguf_file wheel sources plugin stage program "
-    "metric statistics decoding worker calibration export methods evals conformance faults gate report comparison plots page "
-    "doctor store document recipes recipe catalog preflight starter digest runner release reply cli"
-).split()
+WORDS = """
+errors artifact machine spec families numerics layers safetensors_file model gguf_file wheel sources plugin
+stage program metric statistics decoding worker calibration export methods evals conformance faults gate
+report comparison plots page doctor store document recipes recipe catalog preflight starter digest runner
+release reply cli
+"""
+ORDER = WORDS.split()
 ROOTS = {
     name: Path(strop.__file__).parent
     if name is None

@@ -125,7 +125,7 @@ def test_numbers_that_are_not_finite_leave_valid_json() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "report.json is missing"),
+        (None, "holds no report.json"),
         ("{", "not JSON"),
         ("[]", "not a report of version 1"),
         ('{"version": 2}', "not a report of version 1"),
