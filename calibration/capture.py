@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -77,16 +78,16 @@ def hessian(inputs: Iterable[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def walk(weights: Weights, spec: ModelSpec, ids: Tensor, visit: Visit) -> None:
+def walk(folder: Path, spec: ModelSpec, ids: Tensor, visit: Visit) -> None:
     """Show every group of linears to `visit`, in the order of computation, the head last.
 
     Args:
-        weights: The checkpoint. Quantized linears are dequantized; everything is computed in float32.
+        folder: The checkpoint. Quantized linears are dequantized; everything is computed in float32.
         spec: Its table.
         ids: (samples, length) int64, on the device to compute on.
         visit: The inputs of later groups follow from the weights that it left. Where it returns False the walk ends.
     """
-    model = _Streamed(weights, spec, ids.device)
+    model = _Streamed(folder, spec, ids.device)
     decoder = model.decoder
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
     model.load_outside()
@@ -155,8 +156,8 @@ class _Streamed:
         decoder: Filled only in part.
     """
 
-    def __init__(self, weights: Weights, spec: ModelSpec, device: torch.device) -> None:
-        self.weights, self.spec, self.device = weights, spec, device
+    def __init__(self, folder: Path, spec: ModelSpec, device: torch.device) -> None:
+        self.folder, self.spec, self.device = folder, spec, device
         layers = tuple(
             dataclasses.replace(x, linears={role: _dense(y) for role, y in x.linears.items()}) for x in spec.layers
         )
@@ -187,14 +188,18 @@ class _Streamed:
         return [module for name, module in self.decoder.named_children() if name != "layers"]
 
     def _load(self, linears: Iterable[Linear], others: Iterable[str]) -> None:
-        """Fill linears, and every tensor of the other names."""
+        """Fill linears, and every tensor of the other names.
+
+        The files are closed after: what was read of a mapped file counts as this process's memory until then.
+        """
         linears, others = list(linears), list(others)
-        for linear in linears:
-            _weight(self.decoder, linear.name).copy_(load_linear(self.weights, linear))
         names = {f"{x.name}.bias" for x in linears} | {f"{x}.{part}" for x in others for part in ("weight", "bias")}
-        for name, tensor in self.decoder.tensors().items():
-            if name in names:
-                tensor.data.copy_(self.weights.load(name))
+        with Weights(self.folder) as weights:
+            for linear in linears:
+                _weight(self.decoder, linear.name).copy_(load_linear(weights, linear))
+            for name, tensor in self.decoder.tensors().items():
+                if name in names:
+                    tensor.data.copy_(weights.load(name))
 
 
 def _dense(linear: Linear) -> Linear:

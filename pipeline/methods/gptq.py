@@ -80,7 +80,7 @@ class Gptq(Stage):
         import torch
 
         from strop.calibration.capture import walk
-        from strop.model import Weights, read_spec, save_checkpoint
+        from strop.model import read_spec, save_checkpoint
 
         torch.set_num_threads(context.threads)
         assert context.calibration is not None, "the runner provides it: needs_calibration"
@@ -97,8 +97,7 @@ class Gptq(Stage):
                 context.progress("gptq", len(linears) - len(waiting), len(linears))
             return bool(waiting)
 
-        with Weights(source.path) as weights:
-            walk(weights, spec, ids, visit)
+        walk(source.path, spec, ids, visit)
         save_checkpoint(out, result, source.path, _changed(result, linears, context.scratch))
         return {"spec": result, "report": self._report(linears, context.scratch)}
 

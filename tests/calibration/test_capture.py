@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from references import VOCAB_SIZE, decoder_of, random_decoder, tiny_folder, tiny_model
 from safetensors.torch import save_file
 from torch import Tensor
 
 from strop.calibration import capture
 from strop.calibration.capture import Group, hessian, walk
-from strop.model import Weights, read_spec
-from references import VOCAB_SIZE, decoder_of, random_decoder, tiny_folder, tiny_model
+from strop.model import read_spec
 
 IDS = torch.randint(0, VOCAB_SIZE, (5, 11), generator=torch.Generator().manual_seed(0))
 
@@ -39,7 +39,7 @@ def slow_inputs(decoder: Any, name: str) -> Tensor:
     return seen[0].flatten(0, 1)
 
 
-def check_walk(weights: Weights, spec: Any, decoder: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def check_walk(folder: Path, spec: Any, decoder: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Walk, spoiling every weight, and compare the inputs with those of `decoder`, spoiled alike."""
     monkeypatch.setattr(capture, "CHUNK_TOKENS", 2 * IDS.shape[1])  # three chunks, the last one smaller
     visited: list[str] = []
@@ -54,7 +54,7 @@ def check_walk(weights: Weights, spec: Any, decoder: Any, monkeypatch: pytest.Mo
             visited.append(linear.name)
         return True
 
-    walk(weights, spec, IDS, visit)
+    walk(folder, spec, IDS, visit)
     return visited
 
 
@@ -63,8 +63,7 @@ def test_inputs_follow_from_the_blocks_that_were_changed(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = read_spec(tiny_folder(tmp_path, family))
-    with Weights(tmp_path) as weights:
-        visited = check_walk(weights, spec, decoder_of(tiny_model(family)), monkeypatch)
+    visited = check_walk(tmp_path, spec, decoder_of(tiny_model(family)), monkeypatch)
     assert visited == [x.name for x in spec.linears()]
 
 
@@ -78,8 +77,7 @@ def test_layers_that_share_keys_and_values_are_walked(tmp_path: Path, monkeypatc
     folder = tmp_path / "shared"
     folder.mkdir()
     save_file({name: x.contiguous() for name, x in decoder.tensors().items()}, folder / "model.safetensors")
-    with Weights(folder) as weights:
-        visited = check_walk(weights, spec, decoder, monkeypatch)
+    visited = check_walk(folder, spec, decoder, monkeypatch)
     assert visited == [x.name for x in spec.linears()]
 
 
@@ -91,8 +89,7 @@ def test_linears_that_read_the_same_input_come_together(tmp_path: Path) -> None:
         groups.append([x.name.rsplit(".", 1)[1] for x in group.linears])
         return group.layer < 1
 
-    with Weights(tmp_path) as weights:
-        walk(weights, spec, IDS, visit)
+    walk(tmp_path, spec, IDS, visit)
     block = [["q_proj", "k_proj", "v_proj"], ["o_proj"], ["gate_proj", "up_proj"], ["down_proj"]]
     assert groups == [*block, block[0]]
 
@@ -117,8 +114,7 @@ def test_one_block_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.Mo
         assert bool(outside) == (group.layer == 3)
         return True
 
-    with Weights(tmp_path) as weights:
-        walk(weights, spec, IDS, visit)
+    walk(tmp_path, spec, IDS, visit)
 
 
 @pytest.mark.parametrize("width", [5, 192, 250])
