@@ -9,8 +9,12 @@ from collections.abc import Mapping, Sequence
 from string import ascii_lowercase
 from typing import Any
 
+from strop.artifact import hash_json
+from strop.metric import Measurement
 from strop.report import COLUMNS, QUALITY, SPEED, Report, Row, aligned, front, interval, is_parent
 
+OF_THE_PROGRAM = ("runtime", "dtype", "kernels")
+"""Parts of a protocol that say what was measured, not how: programs that differ in them are what is compared."""
 RATIO = "decode × parent"
 """Head of the column that speeds are compared in."""
 
@@ -48,15 +52,19 @@ def compare(reports: Mapping[str, Report]) -> str:
 
 def _protocols(rows: Sequence[Row], metric: str) -> dict[str, Mapping[str, Any]]:
     """Fingerprint -> protocol, of every way in which a metric was measured."""
-    found = [row.measurements[metric] for row in rows if metric in row.measurements]
-    return {m.fingerprint: m.protocol for m in found}
+    found = [_way(row.measurements[metric]) for row in rows if metric in row.measurements]
+    return {hash_json(way): way for way in found}
+
+
+def _way(measurement: Measurement) -> dict[str, Any]:
+    return {k: v for k, v in measurement.protocol.items() if k not in OF_THE_PROGRAM}
 
 
 def _cell(row: Row, metric: str, protocols: Mapping[str, Mapping[str, Any]]) -> str:
     m = row.measurements.get(metric)
     if m is None:
         return "–"
-    letter = f" {ascii_lowercase[list(protocols).index(m.fingerprint) % 26]}" if len(protocols) > 1 else ""
+    letter = f" {ascii_lowercase[list(protocols).index(hash_json(_way(m))) % 26]}" if len(protocols) > 1 else ""
     return interval(m.estimate, m.unit) + letter
 
 
@@ -70,13 +78,13 @@ def _speed(row: Row) -> float | None:
 
 def _fronts(rows: Sequence[tuple[str, Row]]) -> set[int]:
     """Indices of the rows that none measured by the same protocols beats."""
-    usual = {run: m.fingerprint for run, row in rows if (m := row.measurements.get(QUALITY)) is not None}
+    usual = {run: hash_json(_way(m)) for run, row in rows if (m := row.measurements.get(QUALITY)) is not None}
     groups: dict[tuple[str, str], list[tuple[int, float, float]]] = {}
     for index, (run, row) in enumerate(rows):
         quality, speed = row.measurements.get(QUALITY), _speed(row)
         if speed is None or (quality is None and not is_parent(row)):
             continue
-        group = (quality.fingerprint if quality else usual.get(run, ""), row.measurements[SPEED].fingerprint)
+        group = (hash_json(_way(quality)) if quality else usual.get(run, ""), hash_json(_way(row.measurements[SPEED])))
         groups.setdefault(group, []).append((index, quality.estimate.value if quality else 0.0, speed))
     return {index for points in groups.values() for index in front(points)}
 

@@ -55,6 +55,16 @@ def test_other_protocols_are_kept_apart_and_named() -> None:
     )
 
 
+def test_what_the_program_is_does_not_keep_rows_apart() -> None:
+    one, two = run(("main", 0.2, 60, 6)), run(("main", 0.1, 65, 6.5))
+    speed = one.rows[0].measurements["latency.decode_tokens_per_s"]
+    changed = replace(speed, protocol={**PROTOCOL, "runtime": "onnx_runtime", "kernels": "MatMulNBits"})
+    one.rows[0].measurements["latency.decode_tokens_per_s"] = changed
+    text = compare({"a": one, "b": two})
+    assert starred(text) == ["b main / eager"]
+    assert "letters" not in text
+
+
 def test_the_command_takes_folders_and_files(tmp_path: Path, capsys: Any) -> None:
     write_report(run(("main", 0.2, 60, 6)), tmp_path / "a")
     write_report(run(("main", 0.1, 65, 6.5)), tmp_path / "b")
