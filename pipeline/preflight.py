@@ -73,7 +73,7 @@ class CheckResult:
             f"{self.source}: {spec.family}, {len(spec.layers)} layers, {spec.num_parameters() / 1e6:.0f} M parameters, "
             f"{show(spec.size_bytes(), 'bytes')} in {spec.dtype}"
         )
-        end = f"about {total:.0f} s and {show(peak, 'bytes')} without the measuring; nothing was run"
+        end = f"about {total:.0f} s and {show(peak, 'bytes')} beside libraries, measuring apart; nothing was run"
         notes = ["", "notes:", *(f"  {x}" for x in self.notes)] if self.notes else []
         return "\n".join([head, "", *aligned(lines), *notes, "", end])
 
@@ -102,7 +102,7 @@ def check(recipe: Recipe, store: Store) -> CheckResult:
             done.add(path)
             current, format = plan.spec, stage.stage.gives
             notes.update({f"{chain.name} / {stage.name}: {x}": None for x in plan.notes})
-        for export in recipe.exports:
+        for export in recipe.with_eager() if chain.name == "parent" else recipe.exports:
             _check_format(export, format, after=chain)
             plan = _plan(export, current, num_tokens)
             here = (*path, _identity(export))

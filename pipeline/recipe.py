@@ -30,6 +30,8 @@ RESERVED = ("parent", "main", "plain", "release", "self")
 """Names that mean something else: references, the main chain."""
 LISTS = ("stages", "export", "evals")
 """Lists whose elements `--set` finds by name."""
+EAGER = "eager"
+"""The runtime of the reference that everything is compared with."""
 P = TypeVar("P", Stage, Metric)
 
 
@@ -162,12 +164,18 @@ class Recipe:
     threads: int | None
     text: Mapping[str, Any]
 
+    def with_eager(self) -> list[NamedStage]:
+        """The exports of the parent: eager, what every distance is measured to, and the recipe's own."""
+        found = next((x for x in self.exports if x.name == EAGER), None)
+        if found is None:
+            stage = plugin.find("export", EAGER, Stage)()  # type: ignore[type-abstract]  # only its subclasses are made
+            found = NamedStage(EAGER, EAGER, stage, "export")
+        return [found, *(x for x in self.exports if x.name != EAGER)]
+
     def row_names(self) -> list[str]:
         """Rows of the table: the parent in eager and on each runtime, then each chain on each runtime."""
-        runtimes = [x.name for x in self.exports]
-        parents = ["eager", *(x for x in runtimes if x != "eager")]
-        rows = [f"parent / {x}" for x in parents]
-        return rows + [f"{chain.name} / {x}" for chain in self.chains for x in runtimes]
+        rows = [f"parent / {x.name}" for x in self.with_eager()]
+        return rows + [f"{chain.name} / {x.name}" for chain in self.chains for x in self.exports]
 
 
 def built_in() -> dict[str, Path]:

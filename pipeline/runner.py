@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from strop import conformance, gate, plugin, preflight, report, sources
+from strop import conformance, gate, preflight, report, sources
 from strop.artifact import Artifact, Format, hash_file, hash_json, read_manifest
 from strop.digest import code_digest, library_versions
 from strop.errors import ConformanceError, ExitCode, UserError
@@ -28,18 +28,16 @@ from strop.metric import MeasureContext, Measurement, Metric
 from strop.model import load_tokenizer
 from strop.page import write_report
 from strop.program import open_program
-from strop.recipe import Chain, NamedStage, Recipe
+from strop.recipe import EAGER, Chain, NamedStage, Recipe
 from strop.report import Report, Row, StageRecord
 from strop.spec import DType
-from strop.stage import Context, Progress, Stage, StageCost, no_progress
+from strop.stage import Context, Progress, StageCost, no_progress
 from strop.store import SHORT, Step, Store
 
 log = logging.getLogger(__name__)
 
 TOKENS = "tokens.npy"
 """Calibration tokens (samples, length) int64, in an object of the store."""
-EAGER = "eager"
-"""The runtime of the reference that everything is compared with."""
 
 
 def run(
@@ -126,10 +124,8 @@ class Run:
     def build(self) -> list[Built]:
         """Every row's program, made or reused. The parent's rows come first."""
         parent = self.source(self.recipe.model.source, self.recipe.model.dtype, "parent")
-        others = [x for x in self.recipe.exports if x.name != EAGER]
-        eager = next((x for x in self.recipe.exports if x.name == EAGER), _eager())
         rows = []
-        for export in (eager, *others):
+        for export in self.recipe.with_eager():
             self.programs[export.name] = self.export(export, "parent", parent)
             rows.append(self._row("parent", export, self.programs[export.name]))
         for chain in self.recipe.chains:
@@ -416,10 +412,6 @@ def _peak_memory_bytes() -> int:
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def _eager() -> NamedStage:
-    return NamedStage(EAGER, EAGER, plugin.find("export", EAGER, Stage)(), EAGER)  # type: ignore[type-abstract]
 
 
 def _text_identity(source: str) -> str:
