@@ -1,4 +1,4 @@
-"""Kill a run on the quick start's model ten times at random, let it end, and compare every byte with an undisturbed run.
+"""Kill a run on the quick start's model ten times at random, then compare every byte with an undisturbed run.
 
     python benchmarks/kill_resume.py [--kills 10] [--seed 0] [RECIPE]
 
