@@ -101,8 +101,10 @@ def shifted_scales(slots: Slots, spec: ModelSpec) -> None:
     for name in chosen:
         slot = slots[name]
         values = np.frombuffer(slot.read(), dtype=np.uint8).reshape(*slot.shape, -1)
-        axis = 1 if name.endswith(SCALE_SUFFIXES) and slot.shape[1] > 1 else 0
-        _write(slot, np.roll(values, 1, axis=axis).tobytes())
+        shifted = np.roll(values, 1, axis=1) if name.endswith(SCALE_SUFFIXES) else values
+        if np.array_equal(shifted, values):  # one scale a row, however often it is repeated
+            shifted = np.roll(values, 1, axis=0)
+        _write(slot, shifted.tobytes())
 
 
 FAULTS = (

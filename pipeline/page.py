@@ -227,7 +227,8 @@ def _stages(found: Report) -> str:
     chains = []
     for chain, records in groupby(sorted(found.stages, key=lambda x: _chain_order(found, x.chain)), lambda x: x.chain):
         steps = "".join(f"<li>{_stage(x, longest)}</li>" for x in records)
-        chains.append(f'<h3>{escape(chain)}</h3><ol class="chain">{first}{steps}</ol>')
+        # the parent's own chain begins with the stage that fetched it
+        chains.append(f'<h3>{escape(chain)}</h3><ol class="chain">{"" if chain == "parent" else first}{steps}</ol>')
     total = sum(x.seconds for x in found.stages if not x.is_cached)
     note = f"{_duration(total)} in this run; steps from the store show what they took when they were made."
     return _section("How it was made", f'{"".join(chains)}<p class="muted">{note}</p>')

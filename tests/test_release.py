@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ import yaml
 from references import tiny_folder
 
 from strop import recipe, runner
-from strop.artifact import Artifact, open_artifact
+from strop.artifact import open_artifact, read_manifest
 from strop.cli import main
 from strop.errors import UserError
-from strop.faults import FAULTS, plant
-from strop.program import open_program
+from strop.faults import FAULTS
+from strop.program import Traits
+from strop.release import Side, profile_gates, weight_bits
+from strop.spec import ModelSpec
 from strop.store import Store
 
 TEXT = "The quick brown fox jumps over the lazy dog, and then it sleeps under a tree for a while. "
@@ -123,6 +126,45 @@ def test_gates_that_cannot_be_decided_are_refused(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("bits", "is_program", "limits"),
+    [
+        (4.0, True, {"divergence.kl_mean": 0.1, "latency.decode_tokens_per_s": 1 / 1.05, "size.total_bytes": 1.05}),
+        (8.0, False, {"divergence.kl_mean": 0.01}),
+        (32.0, True, {"divergence.kl_mean": 1e-6, "divergence.same_top_off_ties": 99.9}),
+    ],
+)
+def test_the_profile_follows_the_bits_and_judges_speed_between_programs_only(
+    place: Path, bits: float, is_program: bool, limits: dict[str, float]
+) -> None:
+    side = side_of(place / "parent", bits=bits, is_program=is_program)
+    found = profile_gates(side, side, "standard")
+    gates = {x["metric"]: x.get("at_most", x.get("at_least")) for x in found["gates"]}
+    assert {name: gates[name] for name in limits} == pytest.approx(limits)
+    assert ("latency.decode_tokens_per_s" in gates) == is_program
+    assert [x["use"] for x in found["evals"]] == list(dict.fromkeys(x.partition(".")[0] for x in gates))
+
+
+def test_no_profile_fits_a_model_of_another_shape(place: Path) -> None:
+    side = side_of(place / "parent")
+    pruned = replace(side, spec=replace(side.spec, layers=side.spec.layers[1:]))
+    with pytest.raises(UserError, match="differ in shape"):
+        profile_gates(pruned, side, "standard")
+
+
+def test_bits_are_those_of_the_smallest_weights(place: Path) -> None:
+    assert [side_of(place / name).bits for name in ("parent", "main", "w2")] == [32, 8, 2]
+
+
+def side_of(folder: Path, **changes: Any) -> Side:
+    artifact = open_artifact(folder)
+    manifest = read_manifest(folder)
+    assert manifest.spec is not None
+    assert manifest.traits is not None
+    spec, traits = ModelSpec.from_json(manifest.spec), Traits(**manifest.traits)
+    return replace(Side(str(folder), artifact, True, spec, traits, weight_bits(spec, traits)), **changes)
+
+
 def test_a_damaged_candidate_is_code_6(place: Path, tmp_path: Path, capsys: Any) -> None:
     broken = shutil.copytree(place / "main", tmp_path / "broken")
     broken.chmod(0o755)
@@ -130,34 +172,3 @@ def test_a_damaged_candidate_is_code_6(place: Path, tmp_path: Path, capsys: Any)
     (broken / "tokenizer.json").write_text("{}")
     assert run_gate(place, tmp_path, str(broken), "parent") == 6
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
-
-
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda x: x.name)
-def test_a_planted_fault_changes_logits_and_leaves_the_original(place: Path, tmp_path: Path, fault: Any) -> None:
-    import numpy as np
-
-    original = open_artifact((place / "main").resolve())
-    before = {p.name: p.read_bytes() for p in original.path.iterdir()}
-    planted = plant(fault, original, tmp_path / "faulty")
-    ids = np.arange(2, 18)[None]
-
-    def logits(artifact: Artifact) -> Any:
-        return open_program(artifact, 1).open(1, 16).step(ids, logits="all").copy()
-
-    difference = np.abs(logits(planted) - logits(original)).max()
-    assert difference > 0.01
-    assert planted.key != original.key
-    assert {p.name: p.read_bytes() for p in original.path.iterdir()} == before
-
-
-def test_faults_need_a_program_that_tells_its_model(tmp_path: Path, place: Path) -> None:
-    from dataclasses import replace
-
-    from strop.artifact import read_manifest, write_manifest
-
-    blank = shutil.copytree(place / "main", tmp_path / "blank")
-    for path in (blank, *blank.iterdir()):
-        path.chmod(0o755)
-    write_manifest(blank, replace(read_manifest(blank), spec=None))
-    with pytest.raises(UserError, match="holds no table of the model"):
-        plant(FAULTS[0], open_artifact(blank), tmp_path / "copy")
