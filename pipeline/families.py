@@ -94,7 +94,7 @@ def opaque_spec(config: Config, tensors: Tensors, dtype: DType) -> ModelSpec:
     """
     if not isinstance(config.get("model_type"), str):
         raise UserError("config.json: model_type is missing")
-    inner = {**config, **(config.get("text_config") or {})}
+    inner = {**config, **_section(config, "text_config")}
     vocab = _count(inner, "vocab_size")
     contexts = (inner.get(key) for key in ("max_position_embeddings", "n_positions", "max_sequence_length"))
     return ModelSpec(
@@ -102,7 +102,7 @@ def opaque_spec(config: Config, tensors: Tensors, dtype: DType) -> ModelSpec:
         dtype=dtype,
         vocab_size=vocab,
         hidden_size=0,
-        max_positions=next((x for x in contexts if isinstance(x, int)), UNSAID_CONTEXT),
+        max_positions=next((x for x in contexts if isinstance(x, int) and x > 0), UNSAID_CONTEXT),
         embedding="",
         layers=(),
         final_norm=Norm("", 0, "rms", 0.0),
@@ -120,7 +120,7 @@ def _llama_like(config: Config, tensors: Tensors, dtype: DType) -> ModelSpec:
     prefix = _prefix("model.", "embed_tokens", tensors)
     hidden = _count(config, "hidden_size")
     vocab = _count(config, "vocab_size")
-    num_layers = _count(config, "num_hidden_layers")
+    num_layers = _num_layers(config, "num_hidden_layers", tensors)
     is_gemma = family.startswith("gemma")
     if config.get("use_bidirectional_attention"):
         raise UserError("config.json: use_bidirectional_attention is not supported; allowed: false")
@@ -142,7 +142,7 @@ def _llama_like(config: Config, tensors: Tensors, dtype: DType) -> ModelSpec:
         head=Linear("lm_head", hidden, vocab),
         is_tied=bool(config.get("tie_word_embeddings", False)),
         embedding_scale=hidden**0.5 if is_gemma else 1.0,
-        logit_softcap=config.get("final_logit_softcapping") if is_gemma else None,
+        logit_softcap=_optional_number(config, "final_logit_softcapping") if is_gemma else None,
     )
 
 
@@ -163,7 +163,8 @@ def _llama_layer(config: Config, name: str) -> LayerSpec:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         intermediate_size=inner,
-        attention_scale=(config["query_pre_attn_scalar"] if family.startswith("gemma") else head_dim) ** -0.5,
+        attention_scale=_number(config, "query_pre_attn_scalar", head_dim if not family.startswith("gemma") else None)
+        ** -0.5,
         linears=_llama_linears(config, name, (num_heads * head_dim, num_kv_heads * head_dim)),
         input_norm=_rms_norm(config, f"{name}.input_layernorm", hidden),
         mlp_norm=_rms_norm(config, f"{name}.pre_feedforward_layernorm" if has_four_norms else after, hidden),
@@ -172,7 +173,7 @@ def _llama_layer(config: Config, name: str) -> LayerSpec:
         post_mlp_norm=_rms_norm(config, f"{name}.post_feedforward_layernorm", hidden) if has_four_norms else None,
         q_norm=_rms_norm(config, f"{name}.self_attn.q_norm", head_dim) if has_head_norms else None,
         k_norm=_rms_norm(config, f"{name}.self_attn.k_norm", head_dim) if has_head_norms else None,
-        softcap=config.get("attn_logit_softcapping") if family == "gemma2" else None,
+        softcap=_optional_number(config, "attn_logit_softcapping") if family == "gemma2" else None,
     )
 
 
@@ -204,22 +205,28 @@ def _llama_linears(config: Config, name: str, widths: tuple[int, int]) -> dict[s
 
 def _windows(config: Config, num_layers: int) -> list[int | None]:
     """Sliding window of each layer."""
-    family, window = config["model_type"], config.get("sliding_window")
+    family = config["model_type"]
     if family == "llama":
         return [None] * num_layers
+    window = None if config.get("sliding_window") is None else _count(config, "sliding_window")
     if family in ("mistral", "phi3"):
         return [window] * num_layers
     if family in ("qwen2", "qwen3", "smollm3") and not config.get("use_sliding_window", False):
         return [None] * num_layers
-    kinds = config.get("layer_types")
+    return [window if slides else None for slides in _sliding_layers(config, num_layers)]
+
+
+def _sliding_layers(config: Config, num_layers: int) -> list[bool]:
+    """Whether each layer is of the type sliding_attention."""
+    kinds = _listed(config, "layer_types", num_layers)
     if kinds is None:
-        kinds = ["sliding_attention" if _slides(config, i) else "full_attention" for i in range(num_layers)]
-    if len(kinds) != num_layers or not set(kinds) <= {"sliding_attention", "full_attention"}:
-        raise UserError(
-            f"config.json: layer_types must name {num_layers} layers, each full_attention or sliding_attention; "
-            f"found {len(kinds)} with {', '.join(sorted(set(map(str, kinds))))}"
-        )
-    return [window if kind == "sliding_attention" else None for kind in kinds]
+        return [_slides(config, i) for i in range(num_layers)]
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise UserError(
+                f"config.json: layer_types {kind!r} is not supported; allowed: full_attention, sliding_attention"
+            )
+    return [kind == "sliding_attention" for kind in kinds]
 
 
 def _slides(config: Config, index: int) -> bool:
@@ -228,10 +235,10 @@ def _slides(config: Config, index: int) -> bool:
     if family == "gemma2":
         return index % 2 == 0
     if family == "gemma3_text":
-        return (index + 1) % int(config.get("sliding_window_pattern", 6)) != 0
+        return (index + 1) % _count(config, "sliding_window_pattern", 6) != 0
     if family == "smollm3":
-        return not _no_rope_layers(config, index + 1)[index]
-    return index >= int(config.get("max_window_layers", 28))
+        return not _no_rope_layers(config, _count(config, "num_hidden_layers"))[index]
+    return index >= (config["max_window_layers"] if isinstance(config.get("max_window_layers"), int) else 28)
 
 
 # GPT-2.
@@ -248,7 +255,7 @@ def _gpt2(config: Config, tensors: Tensors, dtype: DType) -> ModelSpec:
         )
 
     def norm(name: str) -> Norm:
-        return Norm(name, hidden, "layer", float(config["layer_norm_epsilon"]))
+        return Norm(name, hidden, "layer", _number(config, "layer_norm_epsilon", 1e-5))
 
     def layer(index: int) -> LayerSpec:
         name = f"{prefix}h.{index}"
@@ -278,7 +285,7 @@ def _gpt2(config: Config, tensors: Tensors, dtype: DType) -> ModelSpec:
         hidden_size=hidden,
         max_positions=_count(config, "n_positions", 1024),
         embedding=f"{prefix}wte",
-        layers=tuple(layer(i) for i in range(_count(config, "n_layer"))),
+        layers=tuple(layer(i) for i in range(_num_layers(config, "n_layer", tensors))),
         final_norm=norm(f"{prefix}ln_f"),
         head=Linear("lm_head", hidden, vocab),
         is_tied=bool(config["tie_word_embeddings"]),
@@ -298,21 +305,60 @@ def _count(config: Config, key: str, default: int | None = None) -> int:
     value = config.get(key)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UserError(f"config.json: {key} must be a whole number of at least 1, found {value!r}")
+        raise UserError(f"config.json: {key} must be a whole number of at least 1, found {_brief(value)}")
     return value
+
+
+def _num_layers(config: Config, key: str, tensors: Tensors) -> int:
+    found = _count(config, key)
+    if found > len(tensors):
+        raise UserError(f"config.json: {key} is {found}, but the checkpoint has only {len(tensors)} tensors")
+    return found
+
+
+def _number(place: Config, key: str, default: float | None = None) -> float:
+    value = place.get(key)
+    value = default if value is None else value
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 1e-12 <= value <= 1e12:
+        raise UserError(f"config.json: {key} must be a positive number, found {_brief(value)}")
+    return float(value)
+
+
+def _optional_number(place: Config, key: str) -> float | None:
+    return _number(place, key) if place.get(key) else None
+
+
+def _section(place: Config, key: str) -> Config:
+    """A nested object; an empty one where it is missing or null."""
+    value = place.get(key)
+    if value is not None and not isinstance(value, Mapping):
+        raise UserError(f"config.json: {key} must be an object, found {_brief(value)}")
+    return value or {}
+
+
+def _listed(config: Config, key: str, length: int) -> list[Any] | None:
+    value = config.get(key)
+    if value is not None and (not isinstance(value, list) or len(value) != length):
+        raise UserError(f"config.json: {key} must be a list of {length}, found {_brief(value)}")
+    return value
+
+
+def _brief(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _activation(config: Config, key: str) -> Activation:
     default = "gelu_pytorch_tanh" if key == "hidden_activation" else "silu"
     name = config.get(key, default)
-    if name not in ACTIVATIONS:
-        raise UserError(f"config.json: {key} {name!r} is not supported; {did_you_mean(str(name), ACTIVATIONS)}")
+    if not isinstance(name, str) or name not in ACTIVATIONS:
+        raise UserError(f"config.json: {key} {_brief(name)} is not supported; {did_you_mean(str(name), ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
 
 def _rms_norm(config: Config, name: str, size: int) -> Norm:
     offset = 1.0 if config["model_type"].startswith("gemma") else 0.0
-    return Norm(name, size, "rms", float(config.get("rms_norm_eps", 1e-6)), offset)
+    return Norm(name, size, "rms", _number(config, "rms_norm_eps", 1e-6), offset)
 
 
 def _max_positions(config: Config) -> int:
@@ -340,27 +386,26 @@ def _ropes(config: Config, num_layers: int) -> list[Rope | None]:
 
 def _no_rope_layers(config: Config, num_layers: int) -> Sequence[int]:
     """1 for layers *with* rope, as smollm3's field of that name has it."""
-    interval = int(config.get("no_rope_layer_interval", 4))
-    listed: Sequence[int] | None = config.get("no_rope_layers")
+    interval = _count(config, "no_rope_layer_interval", 4)
+    listed = _listed(config, "no_rope_layers", num_layers)
     return [int((i + 1) % interval != 0) for i in range(num_layers)] if listed is None else listed
 
 
 def _gemma3_ropes(config: Config, num_layers: int) -> list[Rope]:
-    both = config.get("rope_parameters") or {}
-    full = {"rope_theta": config.get("rope_theta", 1e6), **(both.get("full_attention") or {})}
-    local = {"rope_theta": config.get("rope_local_base_freq", 1e4), **(both.get("sliding_attention") or {})}
-    full.update(config.get("rope_scaling") or {})
-    kinds = config.get("layer_types") or ["sliding" if _slides(config, i) else "full" for i in range(num_layers)]
+    both = _section(config, "rope_parameters")
+    full = {"rope_theta": config.get("rope_theta") or 1e6, **_section(both, "full_attention")}
+    local = {"rope_theta": config.get("rope_local_base_freq") or 1e4, **_section(both, "sliding_attention")}
+    full.update(_section(config, "rope_scaling"))
     ropes = {True: _rope(config, local), False: _rope(config, full)}
-    return [ropes[kind.startswith("sliding")] for kind in kinds]
+    return [ropes[slides] for slides in _sliding_layers(config, num_layers)]
 
 
 def _rope_parameters(config: Config) -> dict[str, Any]:
     """transformers 5 keeps everything in `rope_parameters`; before it was `rope_theta` beside `rope_scaling`."""
-    found = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    found = _section(config, "rope_scaling") or _section(config, "rope_parameters")
     return {
-        "rope_theta": config.get("rope_theta", 10_000.0),
-        "partial_rotary_factor": config.get("partial_rotary_factor", 1.0),
+        "rope_theta": config.get("rope_theta") or 10_000.0,
+        "partial_rotary_factor": config.get("partial_rotary_factor") or 1.0,
         **{key: value for key, value in found.items() if value is not None},
     }
 
@@ -369,28 +414,34 @@ def _rope_type(config: Config, rope: Config) -> str:
     name = rope.get("rope_type", rope.get("type", "default"))
     if config["model_type"] == "phi3" and name in ("su", "yarn"):
         return "longrope"
-    if name not in ROPE_TYPES:
-        raise UserError(f"config.json: rope type {name!r} is not supported; {did_you_mean(str(name), ROPE_TYPES)}")
-    return str(name)
+    if not isinstance(name, str) or name not in ROPE_TYPES:
+        raise UserError(
+            f"config.json: rope type {_brief(name)} is not supported; {did_you_mean(str(name), ROPE_TYPES)}"
+        )
+    return name
 
 
 def _original_context(config: Config, rope: Config) -> int:
-    for place in (config, rope):
-        if place.get("original_max_position_embeddings") is not None:
-            return _count(place, "original_max_position_embeddings")
-    return _count(config, "max_position_embeddings")
+    context = _count(config, "max_position_embeddings")
+    for place in (rope, config):
+        context = _count(place, "original_max_position_embeddings", context)
+    if context < 2:
+        raise UserError(f"config.json: original_max_position_embeddings must be at least 2, found {context}")
+    return context
 
 
 def _rope(config: Config, rope: Config) -> Rope:
     """Frequencies as transformers computes them, in float32."""
     head_dim = _count(config, "head_dim", config["hidden_size"] // config["num_attention_heads"])
-    width = int(head_dim * rope.get("partial_rotary_factor", 1.0))
-    kind = _rope_type(config, rope)
-    if width % 2 or width < 2 or (width < head_dim and config["model_type"] != "phi3"):
+    width = int(head_dim * _number(rope, "partial_rotary_factor", 1.0))
+    kind, base = _rope_type(config, rope), _number(rope, "rope_theta")
+    if base <= 1:
+        raise UserError(f"config.json: rope_theta must be above 1, found {base}")
+    if width % 2 or not 2 <= width <= head_dim or (width < head_dim and config["model_type"] != "phi3"):
         raise UserError(f"config.json: rotary embedding over {width} of {head_dim} values per head is not supported")
     exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
     # float64 here comes closest to torch.pow, which is good to one unit in the last place of float32.
-    periods = np.power(float(rope["rope_theta"]), exponents.astype(np.float64)).astype(np.float32)
+    periods = np.power(base, exponents.astype(np.float64)).astype(np.float32)
     frequencies = (1 / periods).astype(np.float32)
     factor = 1.0
     if kind == "linear":
@@ -411,16 +462,11 @@ def _scale_factor(config: Config, rope: Config) -> float:
     return _count(config, "max_position_embeddings") / _original_context(config, rope)
 
 
-def _number(rope: Config, key: str) -> float:
-    value = rope.get(key)
-    if not isinstance(value, int | float) or value <= 0:
-        raise UserError(f"config.json: rope {key} must be a positive number, found {value!r}")
-    return float(value)
-
-
 def _llama3(frequencies: Floats, rope: Config, original: int) -> Floats:
     """Long waves slowed by `factor`, short ones kept, a ramp between (Llama 3.1, Dubey et al. 2024, 2407.21783)."""
     factor, low, high = (np.float32(_number(rope, k)) for k in ("factor", "low_freq_factor", "high_freq_factor"))
+    if high <= low:
+        raise UserError(f"config.json: high_freq_factor {high} must be above low_freq_factor {low}")
     waves = 1 / frequencies * np.float32(2 * math.pi)
     scaled = np.where(waves > original / low, frequencies / factor, frequencies)
     smooth = (1 / waves * np.float32(original) - low) / (high - low)
@@ -436,7 +482,7 @@ def _yarn(periods: Floats, rope: Config, factor: float, original: int) -> tuple[
     def boundary(rotations: float) -> float:
         return width * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
-    low, high = boundary(rope.get("beta_fast") or 32), boundary(rope.get("beta_slow") or 1)
+    low, high = boundary(_optional_number(rope, "beta_fast") or 32), boundary(_optional_number(rope, "beta_slow") or 1)
     if rope.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, width - 1)
@@ -448,22 +494,23 @@ def _yarn(periods: Floats, rope: Config, factor: float, original: int) -> tuple[
     def magnitude(strength: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * strength * math.log(factor) + 1.0
 
-    attention = rope.get("attention_factor")
+    attention = _optional_number(rope, "attention_factor")
     if attention is None:
-        both = rope.get("mscale"), rope.get("mscale_all_dim")
-        attention = magnitude(both[0]) / magnitude(both[1]) if both[0] and both[1] else magnitude(1)
-    return frequencies.astype(np.float32), float(attention)
+        numerator, denominator = (_optional_number(rope, key) for key in ("mscale", "mscale_all_dim"))
+        attention = magnitude(numerator) / magnitude(denominator) if numerator and denominator else magnitude(1)
+    return frequencies.astype(np.float32), attention
 
 
 def _longrope(periods: Floats, rope: Config, factor: float, original: int) -> tuple[Floats, float]:
     """One factor per frequency, here those for contexts up to the original (Ding et al. 2024, arXiv 2402.13753)."""
     short = rope.get("short_factor")
-    if not isinstance(short, Sequence) or len(short) != len(periods):
-        raise UserError(f"config.json: rope short_factor must hold {len(periods)} numbers")
-    attention = rope.get("attention_factor")
+    numbers = [x for x in short if isinstance(x, int | float) and 1e-12 <= x <= 1e12] if isinstance(short, list) else []
+    if numbers != short or len(numbers) != len(periods):
+        raise UserError(f"config.json: short_factor must be {len(periods)} positive numbers, found {_brief(short)}")
+    attention = _optional_number(rope, "attention_factor")
     if attention is None:
         attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    return (1 / (np.array(short, dtype=np.float32) * periods)).astype(np.float32), float(attention)
+    return (1 / (np.array(numbers, dtype=np.float32) * periods)).astype(np.float32), attention
 
 
 # Quantized checkpoints (compressed-tensors, pack-quantized).
@@ -472,19 +519,18 @@ def _longrope(periods: Floats, rope: Config, factor: float, original: int) -> tu
 def _read_quantizations(config: Config, spec: ModelSpec, tensors: Tensors) -> dict[str, Quantization]:
     """Linear name -> how it is stored, for every linear that has packed codes."""
     packed = [x.name for x in spec.linears() if f"{x.name}.weight_packed" in tensors]
-    settings = config.get("quantization_config") or config.get("compression_config")
-    if settings is None:
+    settings = _section(config, "quantization_config") or _section(config, "compression_config")
+    if not settings:
         if packed:
             raise UserError(f"config.json: {packed[0]} is stored packed, but there is no quantization_config")
         return {}
     if settings.get("quant_method") != "compressed-tensors" or settings.get("kv_cache_scheme"):
         raise UserError(
-            f"config.json: quantization_config of {settings.get('quant_method')!r} is not supported; allowed: "
+            f"config.json: quantization_config of {_brief(settings.get('quant_method'))} is not supported; allowed: "
             "compressed-tensors with format pack-quantized and no kv_cache_scheme"
         )
-    groups = list((settings.get("config_groups") or {}).values())
-    targets = {target: group for group in groups for target in group.get("targets", ())}
-    ignored = settings.get("ignore") or ()
+    targets = _targets(settings)
+    ignored = _names(settings, "ignore")
     found: dict[str, Quantization] = {}
     for name in (x.name for x in spec.linears()):
         matched = None if _matches(name, ignored) else _best_match(name, targets)
@@ -495,6 +541,25 @@ def _read_quantizations(config: Config, spec: ModelSpec, tensors: Tensors) -> di
         elif matched is not None and f"{name}.weight" in tensors:
             raise UserError(f"config.json: quantization_config names {name}, but its weight is not stored packed")
     return found
+
+
+def _targets(settings: Config) -> dict[str, Config]:
+    """Target -> the config group that names it."""
+    groups = _section(settings, "config_groups")
+    return {target: _section(groups, key) for key in groups for target in _names(_section(groups, key), "targets")}
+
+
+def _names(place: Config, key: str) -> list[str]:
+    """Targets as compressed-tensors writes them: full names, classes and `re:` patterns."""
+    names = place.get(key) or []
+    try:
+        for name in names:
+            re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
+    except (TypeError, AttributeError, re.error) as error:
+        raise UserError(
+            f"config.json: {key} of quantization_config must be names and re: patterns, found {_brief(names)}"
+        ) from error
+    return list(names)
 
 
 def _matches(name: str, targets: Sequence[str]) -> bool:
@@ -509,27 +574,25 @@ def _best_match(name: str, targets: Sequence[str] | Mapping[str, Any]) -> str | 
     return None
 
 
-def _quantization(group: Mapping[str, Any], outer_format: str | None) -> Quantization:
-    weights = group.get("weights") or {}
+def _quantization(group: Config, outer_format: object) -> Quantization:
+    weights = _section(group, "weights")
     form = group.get("format") or outer_format
     bits, strategy = weights.get("num_bits"), weights.get("strategy")
-    size = weights.get("group_size")
-    size = None if size == -1 or strategy == "channel" else size
     is_supported = (
         form == "pack-quantized"
         and weights.get("type", "int") == "int"
-        and bits in BITS
-        and strategy in ("group", "channel", None)
+        and strategy in ("group", "channel")
         and not group.get("input_activations")
         and not group.get("output_activations")
         and not weights.get("dynamic")
     )
-    if not is_supported or not isinstance(bits, int):
+    if not is_supported or not isinstance(bits, int) or bits not in BITS:
         raise UserError(
-            f"config.json: quantization_config with format {form!r}, {bits} bits, type {weights.get('type')!r}, "
-            f"strategy {strategy!r} is not supported; allowed: pack-quantized integers of {', '.join(map(str, BITS))} "
-            "bits, group or channel, weights only"
+            f"config.json: quantization_config with format {_brief(form)}, {_brief(bits)} bits, type "
+            f"{_brief(weights.get('type'))}, strategy {_brief(strategy)} is not supported; allowed: pack-quantized "
+            f"integers of {', '.join(map(str, BITS))} bits, group or channel, weights only"
         )
+    size = _count(weights, "group_size") if strategy == "group" else None
     return Quantization(bits, size, bool(weights.get("symmetric", True)))
 
 

@@ -253,5 +253,5 @@ def open_program(artifact: Artifact, threads: int | None = None) -> Program:
     if manifest.traits is None:
         raise UserError(f"{artifact.path}: a {manifest.format}, not a program: export it first")
     traits = Traits(**manifest.traits)
-    stage = plugin.find("export", traits.runtime, Stage)
+    stage = plugin.find("export", traits.runtime, Stage)  # type: ignore[type-abstract]  # it finds concrete ones
     return cast(type[Loader], stage).load(artifact.path, traits if threads is None else with_threads(traits, threads))

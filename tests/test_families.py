@@ -300,3 +300,47 @@ def test_an_unknown_family_has_a_size_but_no_stage_can_change_it() -> None:
     assert ModelSpec.from_json(spec.to_json()) == spec
     with pytest.raises(UserError, match="novel is not a known family"):
         spec.match(None)
+
+
+ODD: tuple[Any, ...] = (None, "x", -1, 0, 1.5, 10**9, [], {}, ["x"], {"x": 1}, True, float("nan"))
+
+
+def assert_read_or_refused(config: dict[str, Any], tensors: Headers) -> None:
+    try:
+        build_spec(config, tensors, "float32")
+    except UserError as error:
+        assert "\n" not in str(error)
+        assert len(str(error)) < 400
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_odd_values_are_read_or_refused_in_one_line(family: str) -> None:
+    tensors = headers(family)
+    config = {**tiny_config(family).to_dict(), "use_sliding_window": True}
+    for key in (*config, "rope_scaling", "rope_theta", "quantization_config", "text_config", "n_inner"):
+        for value in ODD:
+            assert_read_or_refused({**config, key: value}, tensors)
+
+
+@pytest.mark.parametrize("kind", ["default", "linear", "llama3", "yarn", "longrope", None, []])
+def test_odd_ropes_are_read_or_refused_in_one_line(kind: Any) -> None:
+    tensors, config = headers("phi3"), tiny_config("phi3").to_dict()
+    rope = {"rope_type": kind, "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 1e4}
+    extra = "original_max_position_embeddings beta_fast beta_slow attention_factor short_factor mscale mscale_all_dim"
+    for key in (*rope, *extra.split(), "partial_rotary_factor"):
+        for value in ODD:
+            for family in ("phi3", "llama"):
+                changed = {"rope_parameters": {**rope, key: value}, "model_type": family}
+                assert_read_or_refused({**config, **changed}, tensors)
+
+
+def test_odd_quantization_configs_are_read_or_refused_in_one_line() -> None:
+    tensors = packed_headers(INSIDE, 4, 16, True)
+    config = tiny_config("llama", tie_word_embeddings=False).to_dict()
+    whole, group = settings(group_of(["Linear"])), group_of(["Linear"])
+    for value in (*ODD, ["re:("], [7]):
+        changes = [{**whole, key: value} for key in whole]
+        changes += [settings({**group, key: value}) for key in group]
+        changes += [settings({**group, "weights": {**group["weights"], key: value}}) for key in group["weights"]]
+        for change in changes:
+            assert_read_or_refused({**config, "quantization_config": change}, tensors)
