@@ -414,6 +414,7 @@ def live_progress() -> Iterator[Progress]:
         yield no_progress
         return
     from rich.console import Console
+    from rich.highlighter import NullHighlighter
     from rich.logging import RichHandler
     from rich.progress import (
         BarColumn,
@@ -434,7 +435,11 @@ def live_progress() -> Iterator[Progress]:
     )
     root = logging.getLogger()
     plain = root.handlers
-    root.handlers = [RichHandler(console=console, show_path=False, show_level=False, log_time_format="%X")]
+    root.handlers = [
+        RichHandler(
+            console=console, show_path=False, show_level=False, log_time_format="%X", highlighter=NullHighlighter()
+        )
+    ]
     try:
         with Progress(*columns, console=console, transient=True) as bars:
             task = bars.add_task("", visible=False)

@@ -95,7 +95,7 @@ def check(recipe: Recipe, store: Store) -> CheckResult:
         format = "checkpoint"
         path: tuple[str, ...] = ()
         for stage in chain.stages:
-            _check_stage(recipe, chain, stage, format)
+            _check_stage(recipe, chain, stage, format, store)
             plan = _plan(stage, current, num_tokens)
             path += (_identity(stage),)
             steps.append(Planned(chain.name, stage.name, plan, path in done))
@@ -126,16 +126,22 @@ def _plan(stage: NamedStage, spec: ModelSpec, num_tokens: int) -> Plan:
         raise UserError(f"{stage.place} ({stage.name}): {error}") from error
 
 
-def _check_stage(recipe: Recipe, chain: Chain, stage: NamedStage, format: str) -> None:
+def _check_stage(recipe: Recipe, chain: Chain, stage: NamedStage, format: str, store: Store) -> None:
     _check_format(stage, format, after=chain)
     if stage.stage.needs_calibration and recipe.calibration is None:
         raise UserError(f"{stage.place} ({stage.name}): {stage.use} needs text, add `calibration: {{source: self}}`")
-    earlier = [x.name for x in chain.stages[: chain.stages.index(stage)]]
-    later = [x.name for x in chain.stages[chain.stages.index(stage) :]]
+    index = chain.stages.index(stage)
+    earlier, later = ([x.name for x in part] for part in (chain.stages[:index], chain.stages[index:]))
     for field, name in stage.references().items():
         if name in later:
             allowed = did_you_mean(name, ["parent", *earlier])
             raise UserError(f"{stage.place}.{field}: {name!r} is not made before this stage; {allowed}")
+        if name not in ("parent", *earlier):
+            try:
+                describe(name, recipe.model.dtype, store.wheels)
+            except UserError as error:
+                known = ", ".join(["parent", *earlier])
+                raise UserError(f"{stage.place}.{field}: no stage {name!r} (there are {known}), and {error}") from error
 
 
 def _check_format(stage: NamedStage, format: str, after: Chain) -> None:

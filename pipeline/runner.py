@@ -123,7 +123,7 @@ class Run:
 
     def build(self) -> list[Built]:
         """Every row's program, made or reused. The parent's rows come first."""
-        parent = self.source(self.recipe.model.source, self.recipe.model.dtype, "parent")
+        parent = self.source(self.recipe.model.source, self.recipe.model.dtype, "source")
         rows = []
         for export in self.recipe.with_eager():
             self.programs[export.name] = self.export(export, "parent", parent)

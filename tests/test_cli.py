@@ -154,7 +154,7 @@ def test_store_commands(tmp_path: Path, model: Path, capsys: Any) -> None:
     assert main(["run", str(write_recipe(tmp_path / "r.yaml", model)), *store, "--out", str(tmp_path / "o")]) == 0
     capsys.readouterr()
     assert main(["store", "ls", *store]) == 0
-    assert "parent > w4 > eager" in capsys.readouterr().out
+    assert "source > w4 > eager" in capsys.readouterr().out
     assert main(["store", "verify", *store]) == 0
     assert main(["store", "gc", *store]) == 0
     assert "kept 4 objects" in capsys.readouterr().out

@@ -149,7 +149,7 @@ def test_rows_gates_records_and_files(bench: Bench) -> None:
     assert [(x.row, x.outcome) for x in found.gates] == [("main / eager", "PASS")]
     assert found.exit_code == 0
     assert [(x.chain, x.name) for x in found.stages] == [
-        ("parent", "parent"), ("parent", "eager"), ("main", "w4"), ("main", "eager"),
+        ("parent", "source"), ("parent", "eager"), ("main", "w4"), ("main", "eager"),
     ]  # fmt: skip
     assert all(x.seconds > 0 and x.peak_memory_bytes > 0 and x.size_bytes > 0 for x in found.stages)
     out = bench.place / "out"
@@ -197,7 +197,7 @@ def test_a_change_rebuilds_what_depends_on_it(bench: Bench, changes: dict[str, A
 
 def test_another_content_of_the_model_rebuilds_all(bench: Bench, tmp_path: Path) -> None:
     bench.text["model"] = {"source": str(tiny_folder(tmp_path / "tiny", seed=1))}
-    assert built(bench.run(stages=[])) == ["parent/parent", "parent/eager"]
+    assert built(bench.run(stages=[])) == ["parent/source", "parent/eager"]
 
 
 def test_variants_share_a_prefix_and_explored_ones_are_not_gated(bench: Bench) -> None:
