@@ -122,11 +122,16 @@ class Latency(Metric):
         with ExitStack() as stack:
             ours, twin = (warm_up(stack.enter_context(Worker(program.path, load.threads, cores)), load) for _ in "AA")
             same = Duel(ours, twin, load)
-            for name in sorted(references):
-                if references[name].key != program.key:
-                    with Worker(references[name].path, load.threads, cores) as worker:
-                        against[name] = Duel(ours, warm_up(worker, load), load)
-                        self._fight(against[name], same, context)
+            for name, reference in sorted(references.items()):
+                if reference.key == program.key:
+                    continue
+                known = [x for x in against if references[x].key == reference.key]
+                if known:
+                    against[name] = against[known[0]]
+                    continue
+                with Worker(reference.path, load.threads, cores) as worker:
+                    against[name] = Duel(ours, warm_up(worker, load), load)
+                    self._fight(against[name], same, context)
             same.collect(self._same_pairs(self.min_pairs))
         itself = [name for name in references if name not in against]
         trial = Trial(same, against, itself, look_confidence(len(self._looks())), context.seed)
@@ -206,7 +211,8 @@ class Trial:
     def generations(self) -> list[Pair]:
         """Each generation of the candidate, as the first of a pair. Its second copy is the same program."""
         twins = [Pair(x.prompt, x.theirs, x.ours) for x in self.same.pairs]
-        return [*(pair for duel in self.against.values() for pair in duel.pairs), *self.same.pairs, *twins]
+        duels = {id(duel): duel for duel in self.against.values()}.values()  # two references can be one program
+        return [*(pair for duel in duels for pair in duel.pairs), *self.same.pairs, *twins]
 
 
 def summarize(quantity: Quantity, trial: Trial) -> Measurement:

@@ -185,7 +185,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Measur
     for name, step_s in (("candidate", 0.002), ("parent", 0.006)):
         programs[name] = save_table(folder / name, table, table, behaviour={"step_s": step_s}, key=name)
         tiny_tokenizer().save_pretrained(folder / name)
-    references = {"parent": programs["parent"], "plain": programs["candidate"]}
+    references = dict.fromkeys(("parent", "parent_same_runtime"), programs["parent"])
+    references["plain"] = programs["candidate"]
     found = Latency(**QUICK).measure(programs["candidate"], references, MeasureContext(threads=1))  # type: ignore[arg-type]
     return found, programs
 
@@ -197,6 +198,14 @@ def test_known_delays_come_out_as_their_ratio(measured: tuple[dict[str, Measurem
     assert found["ttft_ms"].ratios["parent"].value < 0.9
     assert found["tpot_ms"].estimate.value >= 2
     assert found["tpot_ms"].ratios["plain"].value == 1
+
+
+def test_two_names_of_one_reference_are_timed_once(
+    measured: tuple[dict[str, Measurement], dict[str, Artifact]],
+) -> None:
+    ratios = measured[0]["tpot_ms"].ratios
+    assert ratios["parent"] == ratios["parent_same_runtime"]
+    assert measured[0]["tpot_ms"].samples == 10 + 2 * 10
 
 
 def test_detail_tells_pairs_starts_and_the_copy(measured: tuple[dict[str, Measurement], dict[str, Artifact]]) -> None:
