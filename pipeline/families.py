@@ -52,6 +52,8 @@ ACTIVATIONS: Mapping[str, Activation] = {
 }
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 BITS = (2, 3, 4, 8)
+LARGEST_HEAD_DIM = 4096
+"""Far above any model's; keeps a damaged config from filling memory with frequencies."""
 UNSAID_CONTEXT = 2048
 """Tokens that a model of an unknown family is given where its config names no limit."""
 _TENSOR_BYTES: Mapping[str, int] = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}
@@ -152,7 +154,7 @@ def _llama_layer(config: Config, name: str) -> LayerSpec:
     inner = _count(config, "intermediate_size")
     num_heads = _count(config, "num_attention_heads")
     num_kv_heads = _count(config, "num_key_value_heads", num_heads)
-    head_dim = _count(config, "head_dim", hidden // num_heads)
+    head_dim = _head_dim(config)
     if num_heads % num_kv_heads:
         raise UserError(f"config.json: num_key_value_heads {num_kv_heads} does not divide {num_heads} attention heads")
     has_four_norms = family in ("gemma2", "gemma3_text")
@@ -348,6 +350,13 @@ def _brief(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def _head_dim(config: Config) -> int:
+    found = _count(config, "head_dim", _count(config, "hidden_size") // _count(config, "num_attention_heads"))
+    if found > LARGEST_HEAD_DIM:
+        raise UserError(f"config.json: heads of {found} values are not supported; allowed: at most {LARGEST_HEAD_DIM}")
+    return found
+
+
 def _activation(config: Config, key: str) -> Activation:
     default = "gelu_pytorch_tanh" if key == "hidden_activation" else "silu"
     name = config.get(key, default)
@@ -432,7 +441,7 @@ def _original_context(config: Config, rope: Config) -> int:
 
 def _rope(config: Config, rope: Config) -> Rope:
     """Frequencies as transformers computes them, in float32."""
-    head_dim = _count(config, "head_dim", config["hidden_size"] // config["num_attention_heads"])
+    head_dim = _head_dim(config)
     width = int(head_dim * _number(rope, "partial_rotary_factor", 1.0))
     kind, base = _rope_type(config, rope), _number(rope, "rope_theta")
     if base <= 1:

@@ -272,7 +272,7 @@ def test_activation_order_with_an_index_is_refused() -> None:
         ("llama", {"model_type": "lama"}, "did you mean 'llama'"),
         ("llama", {"model_type": None}, "allowed: gemma2"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "allowed: default, linear"),
-        ("llama", {"rope_parameters": {"rope_type": "linear"}}, "rope factor must be a positive number"),
+        ("llama", {"rope_parameters": {"rope_type": "linear"}}, "factor must be a positive number"),
         ("llama", {"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
         ("llama", {"hidden_size": "48"}, "hidden_size must be a whole number"),
         ("llama", {"num_key_value_heads": 4}, "does not divide"),
@@ -306,11 +306,13 @@ ODD: tuple[Any, ...] = (None, "x", -1, 0, 1.5, 10**9, [], {}, ["x"], {"x": 1}, T
 
 
 def assert_read_or_refused(config: dict[str, Any], tensors: Headers) -> None:
+    line = ""
     try:
         build_spec(config, tensors, "float32")
     except UserError as error:
-        assert "\n" not in str(error)
-        assert len(str(error)) < 400
+        line = str(error)
+    assert "\n" not in line
+    assert len(line) < 400
 
 
 @pytest.mark.parametrize("family", FAMILIES)
