@@ -210,6 +210,8 @@ class Session:
             paths: For each row the kept nodes of the last step, from the root on; may be empty.
         """
         for row, path in enumerate(paths):
+            if list(path) == list(range(len(path))):
+                continue  # it lies where it belongs
             start = int(self._before[row])
             source = [start + node for node in path]
             target = slice(start, start + len(path))

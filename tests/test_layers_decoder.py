@@ -193,6 +193,18 @@ def test_bfloat16_stays_close_to_transformers(family: str) -> None:
     assert_close(found, reference(model, tokens), 0.04)
 
 
+def test_ragged_bfloat16_rows_take_single_tokens_as_a_batch_of_one_does() -> None:
+    decoder = decoder_of(tiny_model("mistral").to(torch.bfloat16))
+    tokens = ids(2, 12)
+    running = session(decoder, 2)
+    running.step(tokens[:, :9], counts=np.array([9, 3]))
+    for step in range(3):
+        found = running.step(tokens[:, [9 + step]]).copy()
+        for row, start in enumerate((9, 3)):
+            alone = np.concatenate((tokens[row, :start], tokens[row, 9 : 10 + step]))[None]
+            assert_close(found[row, 0], session(decoder).step(alone)[0, 0], 0.04)
+
+
 # Tables that no family has.
 
 
