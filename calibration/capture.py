@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from strop.errors import UserError
 from strop.layers import Decoder, Layer
 from strop.model import Weights, load_linear
 from strop.spec import Linear, ModelSpec
@@ -86,7 +87,16 @@ def walk(folder: Path, spec: ModelSpec, ids: Tensor, visit: Visit) -> None:
         spec: Its table.
         ids: (samples, length) int64, on the device to compute on.
         visit: The inputs of later groups follow from the weights that it left. Where it returns False the walk ends.
+
+    Raises:
+        UserError: The ids are not of this model's vocabulary, or the samples longer than its context.
     """
+    if ids.shape[1] > spec.max_positions:
+        raise UserError(f"calibration.length: {ids.shape[1]} is more than the model's context of {spec.max_positions}")
+    if int(ids.max()) >= spec.vocab_size or int(ids.min()) < 0:
+        raise UserError(
+            f"calibration: token id {int(ids.max())} is outside the model's vocabulary of {spec.vocab_size}"
+        )
     model = _Streamed(folder, spec, ids.device)
     decoder = model.decoder
     positions = torch.arange(ids.shape[1], device=ids.device)[None]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from strop.calibration import capture
 from strop.calibration.capture import Group, hessian, walk
+from strop.errors import UserError
 from strop.model import read_spec
 
 IDS = torch.randint(0, VOCAB_SIZE, (5, 11), generator=torch.Generator().manual_seed(0))
@@ -133,3 +134,15 @@ def test_hessian_of_no_tokens_is_refused() -> None:
 
     with pytest.raises(ValueError, match="no tokens"):
         hessian(nothing())
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (torch.zeros(1, 200, dtype=torch.int64), "calibration.length: 200 is more than the model's context of 128"),
+        (torch.full((1, 4), VOCAB_SIZE), f"token id {VOCAB_SIZE} is outside the model's vocabulary of {VOCAB_SIZE}"),
+    ],
+)
+def test_tokens_that_the_model_cannot_take_are_refused(tmp_path: Path, ids: Tensor, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        walk(tmp_path, read_spec(tiny_folder(tmp_path)), ids, lambda _: True)
