@@ -72,9 +72,8 @@ def bootstrap_ratio_of_means(
     weights = _resample(count, seed)
     weights = weights[weights @ y != 0]  # a resample of clusters that have no denominator has no ratio
     ratios, errors = _ratio_and_error(weights, x, y)
-    low, high = np.quantile(
-        (ratios - value) / np.maximum(errors, SMALLEST_ERROR * own_error), [1 - confidence, confidence]
-    )
+    studentized = (ratios - value) / np.maximum(errors, SMALLEST_ERROR * own_error)
+    low, high = (float(x) for x in np.quantile(studentized, [1 - confidence, confidence]))
     # a studentized bound can cross the estimate where nearly all clusters are equal
     return Estimate(value, min(value, value - high * own_error), max(value, value - low * own_error), confidence)
 
@@ -328,8 +327,8 @@ def _combine(values: Floats, below: Callable[[Floats], Floats], weights: Floats,
 
 def _percentile_bounds(value: float, resampled: Floats, clusters: int, confidence: float) -> Estimate:
     """Percentile bounds, widened for few clusters as a t interval is wider than a normal one (Hesterberg 2015, §5)."""
-    low, high = np.quantile(resampled, [1 - confidence, confidence]) - value
+    low, high = (float(x) - value for x in np.quantile(resampled, [1 - confidence, confidence]))
     # the resampled variance divides by n instead of n - 1, and its tails are normal
     student = student_quantile(confidence, clusters - 1) / NormalDist().inv_cdf(confidence)
     wider = student * math.sqrt(clusters / (clusters - 1))
-    return Estimate(value, value + min(0.0, float(low)) * wider, value + max(0.0, float(high)) * wider, confidence)
+    return Estimate(value, value + min(0.0, low) * wider, value + max(0.0, high) * wider, confidence)
