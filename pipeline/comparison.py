@@ -11,12 +11,10 @@ from typing import Any
 
 from strop.artifact import hash_json
 from strop.metric import Measurement
-from strop.report import COLUMNS, QUALITY, SPEED, Report, Row, aligned, front, interval, is_parent
+from strop.report import COLUMNS, QUALITY, RATIO_COLUMNS, SPEED, Report, Row, aligned, bounded, front, is_parent
 
 OF_THE_PROGRAM = ("runtime", "dtype", "kernels")
 """Parts of a protocol that say what was measured, not how: programs that differ in them are what is compared."""
-RATIO = "decode × parent"
-"""Head of the column that speeds are compared in."""
 
 
 def compare(reports: Mapping[str, Report]) -> str:
@@ -32,7 +30,7 @@ def compare(reports: Mapping[str, Report]) -> str:
     columns = [x for x in COLUMNS if any(x in row.measurements for _, row in rows)]
     protocols = {x: _protocols([row for _, row in rows], x) for x in columns}
     best = _fronts(rows)
-    lines = [["run", "row", *(COLUMNS[x] for x in columns), RATIO]]
+    lines = [["run", "row", *(COLUMNS[x] for x in columns), RATIO_COLUMNS["parent"]]]
     for index, (run, row) in enumerate(rows):
         ratio = _speed(row)
         lines.append(
@@ -65,7 +63,7 @@ def _cell(row: Row, metric: str, protocols: Mapping[str, Mapping[str, Any]]) -> 
     if m is None:
         return "–"
     letter = f" {ascii_lowercase[list(protocols).index(hash_json(_way(m))) % 26]}" if len(protocols) > 1 else ""
-    return interval(m.estimate, m.unit) + letter
+    return bounded(m.estimate, m.unit) + letter
 
 
 def _speed(row: Row) -> float | None:

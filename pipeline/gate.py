@@ -278,7 +278,9 @@ def show(value: float, unit: str) -> str:
 def _digits(value: float) -> str:
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
-    if abs(value) >= 1e6 or abs(value) < 1e-3:
+    if 1e3 <= abs(value) < 1e7:
+        return f"{value:,.0f}"
+    if abs(value) >= 1e7 or abs(value) < 1e-3:
         return f"{value:.2e}".replace("e-0", "e-").replace("e+0", "e+")
     decimals = max(0, 2 - math.floor(math.log10(abs(value))))
     return f"{value:.{decimals}f}"

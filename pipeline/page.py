@@ -30,8 +30,6 @@ MEANING: Mapping[int, str] = {
     ExitCode.INCONCLUSIVE: "inconclusive or not measured",
     ExitCode.CONFORMANCE: "the artifact is not what the recipe says",
 }
-PLAIN_UNITS = ("nats", "ms", "tokens/s", "s")
-"""Units that stand in the head of a column instead of in every cell."""
 MOST_LINES = 6
 """Rows in one line plot; those of the Pareto front first."""
 SEVERITY: tuple[Outcome, ...] = ("FAIL", "INCONCLUSIVE", "NOT_MEASURED", "PASS")
@@ -136,9 +134,7 @@ def _picture(found: Report) -> str:
             continue
         speed, loss = row.measurements[report.SPEED], row.measurements.get(report.QUALITY)
         distance = loss.estimate if loss else Estimate.exact(0.0)
-        title = (
-            f"{row.name}\n{report.interval(speed.estimate, speed.unit)}\nmean KL {report.interval(distance, 'nats')}"
-        )
+        title = f"{row.name}\n{report.bounded(speed.estimate, speed.unit)}\nmean KL {report.bounded(distance, 'nats')}"
         is_parent = row.chain == "parent"
         label = row.chain if len(runtimes) == 1 and not is_parent else row.name
         points.append(plots.Point(label, str(index), speed.estimate, distance, title, row.name in front, is_parent))
@@ -161,9 +157,9 @@ def _rows(found: Report) -> str:
     shown = [x for x in report.COLUMNS if x == "size.total_bytes" or any(x in row.measurements for row in found.rows)]
     references = [x for x in report.RATIO_COLUMNS if any(report.ratio(row, x) for row in found.rows)]
     front = {row.name for row in report.pareto(found.rows)}
-    units = {name: m.unit for row in found.rows for name, m in row.measurements.items() if m.unit in PLAIN_UNITS}
+    units = {name: m.unit for row in found.rows for name, m in row.measurements.items() if m.unit in report.HEAD_UNITS}
     heads = [(report.COLUMNS[x], units.get(x, "")) for x in shown]
-    heads += [(f"decode {report.RATIO_COLUMNS[x]}", "") for x in references]
+    heads += [(report.RATIO_COLUMNS[x], "") for x in references]
     head = "".join(f'<th scope="col">{x}</th>' for x in ("#", "row", "verdict")) + "".join(
         f'<th scope="col">{escape(x)}<small>{escape(unit)}</small></th>' for x, unit in heads
     )
@@ -177,7 +173,9 @@ def _rows(found: Report) -> str:
         cells = "".join(f"<td>{x}</td>" for x in [verdict, *values])
         style = ' class="parent"' if row.chain == "parent" else ""
         lines.append(f'<tr{style}><td>{number}</td><th scope="row">{escape(row.name)} {star}</th>{cells}</tr>')
-    return _section("Rows", _table(head, "".join(lines), "rows"))
+    table = _table(head, "".join(lines), "rows")
+    note = '<p class="muted">~ the machine was too noisy to trust this.</p>' if "<b>~" in table else ""
+    return _section("Rows", table + note)
 
 
 def _gates(found: Report) -> str:
@@ -223,12 +221,17 @@ def _stages(found: Report) -> str:
     parent = next((row for row in found.rows if report.is_parent(row)), None)
     source = escape(str(model.get("source", "")) if isinstance(model, Mapping) else "")
     size = f"<dl><div><dt>size</dt><dd>{show(parent.size_bytes, 'bytes')}</dd></div></dl>" if parent else ""
-    first = f'<li class="source"><p class="step"><b>model</b> <small>{source}</small></p>{size}</li>'
+    first = f'<li><div class="card source"><p class="step"><b>model</b> <small>{source}</small></p>{size}</div></li>'
+    runtimes, keys = {row.runtime for row in found.rows}, {row.key for row in found.rows}
     chains = []
-    for chain, records in groupby(sorted(found.stages, key=lambda x: _chain_order(found, x.chain)), lambda x: x.chain):
-        steps = "".join(f"<li>{_stage(x, longest)}</li>" for x in records)
+    for chain, group in groupby(sorted(found.stages, key=lambda x: _chain_order(found, x.chain)), lambda x: x.chain):
+        records = list(group)
+        steps = "".join(f"<li>{_stage(x, longest)}</li>" for x in records if x.use not in runtimes)
+        # programs that are no row were made to attribute the loss
+        exports = "".join(_stage(x, longest) for x in records if x.use in runtimes and x.key in keys)
         # the parent's own chain begins with the stage that fetched it
-        chains.append(f'<h3>{escape(chain)}</h3><ol class="chain">{"" if chain == "parent" else first}{steps}</ol>')
+        start = "" if chain == "parent" and steps else first
+        chains.append(f'<h3>{escape(chain)}</h3><ol class="chain">{start}{steps}<li>{exports}</li></ol>')
     total = sum(x.seconds for x in found.stages if not x.is_cached)
     note = f"{_duration(total)} in this run; steps from the store show what they took when they were made."
     return _section("How it was made", f'{"".join(chains)}<p class="muted">{note}</p>')
@@ -249,9 +252,9 @@ def _stage(record: StageRecord, longest: float) -> str:
     stored = ' <small class="stored">from the store</small>' if record.is_cached else ""
     share = 100 * record.seconds / longest
     return (
-        f'<p class="step"><b>{escape(record.name)}</b>{kind}{stored}</p>'
+        f'<div class="card"><p class="step"><b>{escape(record.name)}</b>{kind}{stored}</p>'
         f'<p class="time"><i style="width:{share:.1f}%"></i><span>{_duration(record.seconds)}</span></p>'
-        f"<dl>{lines}</dl>"
+        f"<dl>{lines}</dl></div>"
     )
 
 
@@ -359,7 +362,7 @@ def _table(head: str, body: str, style: str) -> str:
 
 def _cell(measurement: Measurement | None, size_bytes: int | None) -> str:
     if measurement is not None:
-        return _value(measurement.estimate, "" if measurement.unit in PLAIN_UNITS else measurement.unit)
+        return _value(measurement.estimate, "" if measurement.unit in report.HEAD_UNITS else measurement.unit)
     return "–" if size_bytes is None else f"<b>{show(size_bytes, 'bytes')}</b>"
 
 
@@ -368,7 +371,8 @@ def _value(estimate: Estimate, unit: str) -> str:
     if estimate.lower != estimate.upper:
         low, high = (show(x, "bytes" if unit == "bytes" else "") for x in (estimate.lower, estimate.upper))
         bounds = f"<small>{low}–{high}</small>"
-    return f"<b>{escape(show(estimate.value, unit))}</b>{bounds}"
+    noisy = "~" if estimate.is_noisy else ""
+    return f"<b>{noisy}{escape(show(estimate.value, unit))}</b>{bounds}"
 
 
 def _shown(measurement: Measurement) -> str:

@@ -40,7 +40,13 @@ CSV_COLUMNS = (
     "row", "chain", "runtime", "key", "metric", "reference", "value", "lower", "upper", "confidence", "is_noisy",
     "unit", "direction", "samples", "fingerprint", "measured_at",
 )  # fmt: skip
-RATIO_COLUMNS: Mapping[str, str] = {"parent": "× parent", "parent_same_runtime": "× same runtime", "plain": "× plain"}
+HEAD_UNITS = ("nats", "ms", "tokens/s", "%")
+"""Units that stand in the head of a column instead of in every cell."""
+RATIO_COLUMNS: Mapping[str, str] = {
+    "parent": "decode × parent",
+    "parent_same_runtime": "decode × same runtime",
+    "plain": "decode × plain",
+}
 """Speed ratios that the short table shows: to the parent in eager, on the same runtime, and without speculation."""
 
 
@@ -220,15 +226,12 @@ def row_outcome(report: Report, row: Row) -> Outcome | None:
     return next((outcome for outcome in order if outcome in found), None)
 
 
-def interval(estimate: Estimate, unit: str) -> str:
-    """`1.08 (1.05–1.11)`, or the value alone where nothing is random."""
-    value = show(estimate.value, unit)
+def bounded(estimate: Estimate, unit: str) -> str:
+    """`1.08 nats (1.05–1.11)`, or the value alone where nothing is random. `~` marks a machine that was too noisy."""
+    value = ("~" if estimate.is_noisy else "") + show(estimate.value, unit)
     if estimate.lower == estimate.upper:
         return value
-    number, _, suffix = value.partition(" ")
-    low, high = (show(x, unit) for x in (estimate.lower, estimate.upper))
-    if suffix and low.endswith(suffix) and high.endswith(suffix):
-        return f"{number} ({low.removesuffix(suffix).strip()}–{high.removesuffix(suffix).strip()}) {suffix}"
+    low, high = (show(x, unit if unit == "bytes" else "") for x in (estimate.lower, estimate.upper))
     return f"{value} ({low}–{high})"
 
 
@@ -236,15 +239,16 @@ def cells(report: Report) -> list[list[str]]:
     """The short table as text, its header first: one line per row, a column per headline metric that is there."""
     shown = [x for x in COLUMNS if any(x in row.measurements for row in report.rows) or x == "size.total_bytes"]
     references = [x for x in RATIO_COLUMNS if any(ratio(row, x) for row in report.rows)]
-    front = {row.name for row in pareto(report.rows)}
-    header = ["row", *(COLUMNS[x] for x in shown), *(RATIO_COLUMNS[x] for x in references), "verdict"]
-    lines = [header]
+    best = {row.name for row in pareto(report.rows)}
+    units = {name: m.unit for row in report.rows for name, m in row.measurements.items() if m.unit in HEAD_UNITS}
+    heads = [f"{COLUMNS[x]}, {units[x]}" if x in units else COLUMNS[x] for x in shown]
+    lines = [["row", *heads, *(RATIO_COLUMNS[x] for x in references), "verdict"]]
     for row in report.rows:
         values = [_cell(row, x) for x in shown]
-        ratios = [interval(found, "×") if (found := ratio(row, x)) else "–" for x in references]
+        ratios = [bounded(found, "") if (found := ratio(row, x)) else "–" for x in references]
         outcome = row_outcome(report, row)
         verdict = outcome.replace("_", " ") if outcome else ("explored" if row.is_explored else "–")
-        lines.append([row.name + (" *" if row.name in front else ""), *values, *ratios, verdict])
+        lines.append([row.name + (" *" if row.name in best else ""), *values, *ratios, verdict])
     return lines
 
 
@@ -259,6 +263,8 @@ def table(report: Report) -> str:
     lines = [f"{report.recipe_name}: {_machine_line(report)}", "", *aligned(cells(report))]
     if pareto(report.rows):
         lines.append("* no other row is both faster and closer to the parent")
+    if any("~" in cell for line in cells(report) for cell in line):
+        lines.append("~ the machine was too noisy")
     if report.gates:
         gates = [[v.outcome.replace("_", " "), v.rule, v.row, v.why] for v in report.gates]
         lines += ["", *aligned([["gate", "rule", "row", "because"], *gates], right=False)]
@@ -351,8 +357,10 @@ def _markdown_table(lines: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _cell(row: Row, metric: str) -> str:
-    if metric in row.measurements:
-        return interval(row.measurements[metric].estimate, row.measurements[metric].unit)
+    m = row.measurements.get(metric)
+    if m is not None:
+        unit = "" if m.unit in HEAD_UNITS else m.unit
+        return bounded(m.estimate, unit) if metric == QUALITY else show(m.estimate.value, unit)
     return show(row.size_bytes, "bytes") if metric == "size.total_bytes" else "–"
 
 

@@ -267,6 +267,7 @@ def test_profiles_double_and_halve() -> None:
         (1.0834, "ratio", "1.08"),
         (5.6712, "×", "5.67×"),
         (123.4, "tokens/s", "123 tokens/s"),
+        (10826.3, "tokens/s", "10,826 tokens/s"),
         (0.00012, "nats", "1.20e-4 nats"),
         (97.25, "%", "97.2 %"),
         (0.0, "nats", "0 nats"),
