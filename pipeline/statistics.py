@@ -24,8 +24,8 @@ TRIM = 0.2
 """Share of the paired log ratios left out at each end."""
 SMALLEST_ERROR = 0.3
 """Least standard error of a resample, as a share of the sample's: a resample that misses every rare event has none."""
-CHUNK = 4_000_000
-"""Numbers held at once while order statistics are resampled."""
+CHUNK = 250_000
+"""Numbers held at once while order statistics are resampled: about what the processor's cache holds."""
 
 
 def bootstrap_mean(values: ArrayLike, clusters: ArrayLike, confidence: float = 0.95, seed: int = 0) -> Estimate:
