@@ -67,8 +67,9 @@ class Tolerance:
 
 FLOAT32 = Tolerance(1e-3, 1e-6)
 """Equal arithmetic in another order."""
-ROUNDED = Tolerance(0.25, 0.02)
-"""16-bit floats or activations rounded to int8: noise in every layer, but the same function."""
+ROUNDED = Tolerance(0.6, 0.5)
+"""16-bit floats, or activations rounded to int8: noise in every layer. On SmolLM2-135M in 4 bits, int8 activations give
+0.18 and 0.02 on these random tokens, scales of one layer shifted by a group 1.06 and 1.98."""
 
 
 @dataclass(frozen=True)
