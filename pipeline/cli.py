@@ -50,9 +50,6 @@ def run_command(args: argparse.Namespace) -> int:
         for line in error.lines if isinstance(error, SeveralErrors) else (str(error),):
             print(f"strop: error: {' '.join(line.split())}", file=sys.stderr)
         return int(error.exit_code)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return int(ExitCode.PASSED)
     except KeyboardInterrupt:
         print("strop: interrupted; run the same command again to go on", file=sys.stderr)
         return 130
@@ -127,7 +124,7 @@ def command_run(args: argparse.Namespace) -> int:
     out = args.out or Path("strop-report") / chosen.name
     with live_progress() as progress:
         result = runner.run(chosen, store.Store(args.store), out, remeasure=args.remeasure, progress=progress)
-    print(report.table(result))
+    emit(report.table(result) + "\n", None)
     print(f"report: {out / 'report.html'}", file=sys.stderr)
     return result.exit_code
 
@@ -146,7 +143,8 @@ def command_check(args: argparse.Namespace) -> int:
     """Check a recipe and print its plan."""
     from strop import preflight, recipe, store
 
-    print(preflight.check(recipe.load(args.recipe, args.overrides), store.Store(args.store)).table())
+    checked = preflight.check(recipe.load(args.recipe, args.overrides), store.Store(args.store))
+    emit(checked.table() + "\n", None)
     return 0
 
 
@@ -215,8 +213,8 @@ def command_generate(args: argparse.Namespace) -> int:
     reply = Reply(args.artifact, threads=args.threads)
     pieces = reply.stream(prompt, is_raw=args.raw, max_new_tokens=args.max_new_tokens, sampler=sampler)
     for piece in pieces:
-        print(piece, end="", flush=True)
-    print()
+        emit(piece, None)
+    emit("\n", None)
     print(reply.summary(), file=sys.stderr)
     return 0
 
@@ -239,10 +237,10 @@ def command_store(args: argparse.Namespace) -> int:
     from strop import store
 
     place = store.Store(args.store)
-    if args.action == "gc":
-        print(place.gc(args.older_than))
-    else:
-        print(place.ls() if args.action == "ls" else place.verify())
+    actions: dict[str, Callable[[], str]] = {
+        "ls": place.ls, "gc": lambda: place.gc(args.older_than), "verify": place.verify,
+    }  # fmt: skip
+    emit(actions[args.action]() + "\n", None)
     return 0
 
 
@@ -381,9 +379,13 @@ def positive(text: str) -> int:
 
 
 def emit(text: str, out: Path | None) -> None:
-    """Print a result, or write it to a file."""
+    """Print a result, or write it to a file. Who reads only the head of it (`| head`) changes no exit code."""
     if out is None:
-        sys.stdout.write(text)
+        try:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return
     try:
         out.write_text(text, encoding="utf-8")

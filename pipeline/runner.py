@@ -113,6 +113,7 @@ class Run:
     checkpoints: dict[str, list[Artifact]] = field(default_factory=dict)
     programs: dict[str, Artifact] = field(default_factory=dict)
     _tokens: Path | None = None
+    _old_speeds: list[str] = field(default_factory=list)
 
     @property
     def threads(self) -> int:
@@ -287,6 +288,13 @@ class Run:
             for name, metric in self.recipe.evals.items():
                 if metric.kind == "speed":
                     self._measure(built, name, metric)
+        if self._old_speeds:
+            oldest = min(self._old_speeds)
+            hours = (datetime.now(UTC) - datetime.fromisoformat(oldest)).total_seconds() / 3600
+            self.notes.append(
+                f"speed, memory and size are remembered from runs on this machine, the oldest of {oldest} "
+                f"({hours:.1f} hours ago): --remeasure measures anew"
+            )
 
     def attribute(self, rows: list[Built]) -> None:
         """Note in the records what the model is worth after each stage: distance to the parent, and bytes.
@@ -332,6 +340,8 @@ class Run:
             log.info("%s: %s took %.1f s", row.name, name, time.monotonic() - began)
             found = {"measured_at": _now(), "measurements": {k: m.to_json() for k, m in measured.items()}}
             self.store.remember("measurements", key, found)
+        elif metric.kind == "speed":
+            self._old_speeds.append(found["measured_at"])
         for quantity, data in found["measurements"].items():
             row.measurements[f"{name}.{quantity}"] = Measurement.from_json(data)
             row.measured_at[f"{name}.{quantity}"] = found["measured_at"]

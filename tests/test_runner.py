@@ -177,6 +177,7 @@ def test_speed_is_remembered_with_its_age(bench: Bench) -> None:
     second = bench.run(evals=evals)
     assert bench.measured("speed") == 2
     assert second.rows[0].measured_at == first.rows[0].measured_at
+    assert [("--remeasure" in x) for x in (*first.notes, *second.notes)].count(True) == 1
     assert second.created > first.created
 
 
