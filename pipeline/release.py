@@ -16,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from strop import conformance, document, faults, gate, recipe
+from strop import conformance, document, faults, gate, recipe, sources
 from strop.artifact import MANIFEST, Artifact, open_artifact, read_manifest
 from strop.errors import ExitCode, UserError, did_you_mean
 from strop.gate import Level, Verdict
@@ -87,6 +87,9 @@ class Release:
         if isinstance(policy, Path):
             base |= read_gates(policy)
             self._parse(base, str(policy))  # before anything is loaded
+        for source in (candidate, reference):  # before either is converted
+            if not is_artifact(source):
+                sources.describe(source, "float32", store.wheels)
         self._work = Run(recipe.parse(base, "gate"), store, True, progress)
         self.reference = self._side(reference, "reference")
         self.candidate = self._side(candidate, "candidate")
@@ -110,7 +113,7 @@ class Release:
     def _side(self, source: str, name: str) -> Side:
         path = Path(source).expanduser()
         bits = 8 * path.stat().st_size if path.suffix == ".gguf" and path.is_file() else 0
-        if path.is_dir() and (path / MANIFEST).is_file():
+        if is_artifact(source):
             conformance.check_files(path)  # what it computes is measured anyway
             artifact = open_artifact(path)
         else:
@@ -194,6 +197,11 @@ class Release:
             row.measurements.update({f"{name}.{k}": m for k, m in measured.items()})
             row.measured_at.update({f"{name}.{k}": _now() for k in measured})
         return row
+
+
+def is_artifact(source: str) -> bool:
+    """Whether a source is the folder of an artifact, and not a model from elsewhere."""
+    return (Path(source).expanduser() / MANIFEST).is_file()
 
 
 def read_gates(path: Path) -> dict[str, Any]:

@@ -79,6 +79,14 @@ def test_a_foreign_folder_is_taken(place: Path, tmp_path: Path) -> None:
     assert run_gate(place, tmp_path, "model", "model", gates=release) == 0
 
 
+def test_a_candidate_that_is_not_there_is_told_before_the_reference_is_converted(
+    place: Path, tmp_path: Path, capsys: Any
+) -> None:
+    assert run_gate(place, tmp_path, "nowhere", "model") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "no such file or folder" in line
+
+
 def test_another_tokenizer_is_refused_in_one_line(place: Path, tmp_path: Path, capsys: Any) -> None:
     other = shutil.copytree(place / "model", tmp_path / "other")
     tokenizer = json.loads((other / "tokenizer.json").read_text())
