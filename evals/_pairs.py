@@ -7,6 +7,7 @@ Pairing adjacent measurements is what makes a shared machine usable (duet benchm
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -18,7 +19,8 @@ from strop.worker import Timing, Worker
 WARM_UP_WINDOW = 5
 """Warm-up is over when so many generations in a row are steady..."""
 WARM_UP_MOST = 30
-"""...or after so many."""
+"""...or after so many, or after..."""
+WARM_UP_SECONDS = 15.0
 WARM_UP_TOKENS = 8
 STEADY_VARIATION = 0.05
 STEADY_TREND = 0.03
@@ -85,42 +87,48 @@ class Duel:
     Attributes:
         ours, theirs: The two arms.
         load: What both generate.
-        pairs: What was kept.
-        violations: Why pairs were repeated, one entry each.
-        is_noisy: Too many had to be.
+        pairs: What counts.
+        disturbed: What a guard objected to, and so was repeated.
+        objections: Why, one line each.
+        is_noisy: Too many were: then `disturbed` is among `pairs`, and no more are collected.
     """
 
     ours: Arm
     theirs: Arm
     load: Load
     pairs: list[Pair] = field(default_factory=list)
-    violations: list[str] = field(default_factory=list)
+    disturbed: list[Pair] = field(default_factory=list)
+    objections: list[str] = field(default_factory=list)
     is_noisy: bool = False
 
     def collect(self, target: int) -> None:
         """Time pairs until there are `target`, in the order A B, B A, A B... What a guard objects to is repeated."""
-        prompts = self.load.prompts
-        while len(self.pairs) < target:
-            index = len(self.pairs)
-            number = index % len(prompts)
+        while len(self.pairs) < target and not self.is_noisy:
+            index = len(self.pairs) + len(self.disturbed)
+            prompt = index % len(self.load.prompts)
             arms = (self.ours, self.theirs) if index % 2 == 0 else (self.theirs, self.ours)
             stolen = stolen_share()
-            timings = [arm.worker.decode(prompts[number], self.load.new_tokens) for arm in arms]
+            timings = [arm.worker.decode(self.load.prompts[prompt], self.load.new_tokens) for arm in arms]
             objection = _objection(arms, timings, stolen(), self.load.threads)
-            if objection and not self.is_noisy:
-                self.violations.append(objection)
-                self.is_noisy = len(self.violations) > MOST_RERUNS * target
-                continue
             ours, theirs = timings if index % 2 == 0 else timings[::-1]
-            self.pairs.append(Pair(number, ours, theirs))
+            if objection:
+                self.disturbed.append(Pair(prompt, ours, theirs))
+                self.objections.append(objection)
+            else:
+                self.pairs.append(Pair(prompt, ours, theirs))
+            if len(self.disturbed) > MOST_RERUNS * target:
+                self.is_noisy = True
+                self.pairs += self.disturbed
 
 
 def warm_up(worker: Worker, load: Load) -> Arm:
     """Generate a few tokens until the times are steady."""
     timings: list[Timing] = []
+    start = time.monotonic()
     while len(timings) < WARM_UP_MOST:
         timings.append(worker.decode(load.prompts[0], WARM_UP_TOKENS))
-        if is_steady([x.wall_s for x in timings]):
+        is_late = time.monotonic() - start > WARM_UP_SECONDS and len(timings) >= WARM_UP_WINDOW
+        if is_late or is_steady([x.wall_s for x in timings]):
             break
     share = median(_cpu_share(x, load.threads) for x in timings[-WARM_UP_WINDOW:])
     return Arm(worker, timings[0], tuple(x.wall_s for x in timings), share)

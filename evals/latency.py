@@ -153,7 +153,11 @@ class Latency(Metric):
             duel.collect(target)
             same.collect(self._same_pairs(target))
             trial = Trial(same, {"it": duel}, [], look_confidence(len(self._looks())), context.seed)
-            if duel.is_noisy or all(is_narrow(ratio(QUANTITIES[x], duel.pairs, trial)) for x in ("ttft_ms", "tpot_ms")):
+            if (
+                duel.is_noisy
+                or same.is_noisy
+                or all(is_narrow(ratio(QUANTITIES[x], duel.pairs, trial)) for x in ("ttft_ms", "tpot_ms"))
+            ):
                 return
 
     def _looks(self) -> tuple[int, ...]:
@@ -268,7 +272,7 @@ def describe(trial: Trial) -> dict[str, Any]:
         "duels": {
             name: {
                 "pairs": len(duel.pairs),
-                "repeated": list(duel.violations),
+                "disturbed": list(duel.objections),
                 "tpot_ratio": [x.ours.tpot_s / x.theirs.tpot_s for x in duel.pairs],
                 "ttft_ratio": [x.ours.ttft_s / x.theirs.ttft_s for x in duel.pairs],
                 "involuntary_switches": sum(x.ours.involuntary_switches for x in duel.pairs),

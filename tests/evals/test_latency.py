@@ -124,8 +124,8 @@ def test_a_disturbed_pair_is_repeated(bad: dict[str, Any], why: str) -> None:
     duel = Duel(arm(timing(0.1), timing(0.1, **bad), timing(0.1)), arm(*[timing(0.2)] * 3), LOAD)
     duel.collect(2)
     assert len(duel.pairs) == 2
-    assert len(duel.violations) == 1
-    assert why in duel.violations[0]
+    assert len(duel.objections) == len(duel.disturbed) == 1
+    assert why in duel.objections[0]
     assert not duel.is_noisy
 
 
@@ -133,8 +133,8 @@ def test_too_many_disturbed_pairs_are_a_noisy_machine() -> None:
     duel = Duel(arm(*[timing(0.1, share=0.1)] * 20), arm(*[timing(0.1)] * 20), LOAD)
     duel.collect(4)
     assert duel.is_noisy
-    assert len(duel.violations) == 3
-    assert len(duel.pairs) == 4
+    assert len(duel.objections) == 3
+    assert [x.prompt for x in duel.pairs] == [0, 1, 2]  # what there is, for the report
 
 
 def test_warm_up_ends_when_times_are_steady() -> None:
@@ -205,13 +205,13 @@ def test_two_names_of_one_reference_are_timed_once(
 ) -> None:
     ratios = measured[0]["tpot_ms"].ratios
     assert ratios["parent"] == ratios["parent_same_runtime"]
-    assert measured[0]["tpot_ms"].samples == 10 + 2 * 10
+    assert measured[0]["tpot_ms"].samples <= 10 + 2 * 10
 
 
 def test_detail_tells_pairs_starts_and_the_copy(measured: tuple[dict[str, Measurement], dict[str, Artifact]]) -> None:
     detail = json.loads(json.dumps(measured[0]["decode_tokens_per_s"].to_json(), allow_nan=False))["detail"]
-    assert detail["duels"]["parent"]["pairs"] == 10
-    assert len(detail["duels"]["twin"]["tpot_ratio"]) == 10
+    assert detail["duels"]["parent"]["pairs"] >= 6
+    assert len(detail["duels"]["twin"]["tpot_ratio"]) == detail["duels"]["twin"]["pairs"]
     assert detail["arms"]["candidate"]["load_s"] < detail["arms"]["candidate"]["start_s"]
     assert detail["same_program"]["lower"] < detail["same_program"]["upper"]
 
@@ -221,7 +221,7 @@ def test_equal_conditions_have_one_fingerprint(measured: tuple[dict[str, Measure
     assert found["ttft_ms"].fingerprint == found["tpot_ms"].fingerprint
     other = Latency(**{**QUICK, "new_tokens": 2}).measure(programs["candidate"], {}, MeasureContext(threads=1))  # type: ignore[arg-type]
     assert other["tpot_ms"].fingerprint != found["tpot_ms"].fingerprint
-    assert other["tpot_ms"].samples == 20
+    assert other["tpot_ms"].samples <= 20
     assert other["tpot_ms"].ratios == {}
 
 
