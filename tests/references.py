@@ -299,7 +299,7 @@ def _add_tokenizer(writer: Any, vocab_size: int) -> None:
 
 
 def slow_gptq(weight: Any, hessian: Any, scale: Any, zero: Any, bits: int, order: Sequence[int]) -> Any:
-    """GPTQ as its paper tells it, in float64: one column at a time, the inverse of what is left computed anew each time.
+    """GPTQ as its paper tells it, in float64: column by column, the inverse of what is left computed anew each time.
 
     Args:
         weight: W (out, in).
