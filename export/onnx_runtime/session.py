@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strop.errors import MissingExtra, UserError
-from strop.export.onnx_runtime import layout
+from strop.export.onnx_runtime import layout, memory
 from strop.program import Cache, Forward, Logits, Program, Step, Traits
 
 Array = NDArray[Any]
@@ -53,6 +53,7 @@ def load(path: Path, traits: Traits) -> OnnxProgram:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = traits.threads
     options.log_severity_level = 4
+    before = memory.mappings()
     try:
         session = onnxruntime.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
     except (state.Fail, state.InvalidArgument, state.InvalidGraph, state.InvalidProtobuf, state.NoSuchFile,
@@ -61,7 +62,9 @@ def load(path: Path, traits: Traits) -> OnnxProgram:
         raise UserError(
             f"{model}: onnxruntime {onnxruntime.__version__} cannot open it, with {size} bytes of data: {reason}"
         ) from error
-    return OnnxProgram(session, traits, path)
+    program = OnnxProgram(session, traits, path)
+    memory.settle(before, data)
+    return program
 
 
 class OnnxProgram(Program):

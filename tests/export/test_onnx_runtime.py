@@ -6,7 +6,7 @@ import dataclasses
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-
 from references import VOCAB_SIZE, tiny_folder
+
 from strop.artifact import Artifact, Manifest, write_manifest
 from strop.errors import UserError
 from strop.export.eager import Eager
@@ -302,7 +302,7 @@ def test_a_damaged_program_is_one_line(tmp_path: Path, export: Export) -> None:
     program = export(tiny_folder(tmp_path / "source", "llama"), OnnxRuntime())
     folder = next(tmp_path.glob("*/model.onnx")).parent
     traits = program.traits
-    with pytest.raises(UserError, match="is not the program that its strop.json describes"):
+    with pytest.raises(UserError, match=r"is not the program that its strop\.json describes"):
         OnnxRuntime.load(folder, dataclasses.replace(traits, vocab_size=5))
     data = (folder / "model.onnx.data").read_bytes()
     for content in (data + b"x", data[:-1000], data[:10], b""):
@@ -314,7 +314,7 @@ def test_a_damaged_program_is_one_line(tmp_path: Path, export: Export) -> None:
     with pytest.raises(UserError, match="cannot open it"):
         OnnxRuntime.load(folder, traits)
     (folder / "model.onnx.data").unlink()
-    with pytest.raises(UserError, match="model.onnx.data is missing"):
+    with pytest.raises(UserError, match=r"model\.onnx\.data is missing"):
         OnnxRuntime.load(folder, traits)
 
 
