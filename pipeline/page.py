@@ -30,6 +30,8 @@ MEANING: Mapping[int, str] = {
     ExitCode.INCONCLUSIVE: "inconclusive or not measured",
     ExitCode.CONFORMANCE: "the artifact is not what the recipe says",
 }
+LONGEST_BAR = 55
+"""Percent of a card's width: the duration stands beside the bar."""
 MOST_LINES = 6
 """Rows in one line plot; those of the Pareto front first."""
 SEVERITY: tuple[Outcome, ...] = ("FAIL", "INCONCLUSIVE", "NOT_MEASURED", "PASS")
@@ -250,7 +252,7 @@ def _stage(record: StageRecord, longest: float) -> str:
     lines = "".join(f"<div><dt>{escape(a)}</dt><dd>{escape(b)}</dd></div>" for a, b in facts if b != "0 B")
     kind = f" <small>{escape(record.use)}</small>" if record.use != record.name else ""
     stored = ' <small class="stored">from the store</small>' if record.is_cached else ""
-    share = 100 * record.seconds / longest
+    share = LONGEST_BAR * record.seconds / longest
     return (
         f'<div class="card"><p class="step"><b>{escape(record.name)}</b>{kind}{stored}</p>'
         f'<p class="time"><i style="width:{share:.1f}%"></i><span>{_duration(record.seconds)}</span></p>'
@@ -272,7 +274,8 @@ def _distance(found: Report) -> str:
             centres = [(x["from"] + x["to"]) / 2 for x in ranges]
             by_position.append(plots.Series(row.name, centres, [x["mean"] for x in ranges]))
             middles = [10 ** ((a + b) / 2) for a, b in pairwise(edges)]
-            histogram.append(plots.Series(row.name, middles, [100 * n / total for n in counts]))
+            shares = [100 * n / total or None for n in counts]
+            histogram.append(plots.Series(row.name, middles, shares))
             names.append(row.name)
     if not names or not any(y for s in by_position for y in s.values):
         return ""
