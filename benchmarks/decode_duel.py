@@ -101,9 +101,7 @@ def main() -> None:
         arms: list[Arm] = []
         for name in turned:
             kind, _, folder = named[name].rpartition(":")
-            arms.append(
-                GenaiArm(folder, options.threads, options.genai) if kind else StropArm(folder, options.threads)
-            )
+            arms.append(GenaiArm(folder, options.threads, options.genai) if kind else StropArm(folder, options.threads))
         for name, speed in zip(turned, measure(arms, options.rounds), strict=True):
             speeds.setdefault(name, []).append(speed)
         for arm in arms:

@@ -10,6 +10,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
@@ -175,23 +176,21 @@ class Session:
             UserError: More tokens than `max_tokens`, or a tree on a program that takes none.
         """
         batch, width = ids.shape
-        counts = np.full(batch, width, dtype=np.int64) if counts is None else counts
-        if int((self.lengths + width).max()) > self.max_tokens:
+        if max(self.lengths.tolist()) + width > self.max_tokens:
             raise UserError(
                 f"{int(self.lengths.max())} + {width} tokens do not fit: this session holds {self.max_tokens} a row, "
                 f"the program's context is {self.program.traits.context}"
             )
         if tree is not None and not self.program.traits.takes_trees:
             raise UserError(f"this {self.program.traits.runtime} program takes no trees: export it with trees: true")
-        offsets = np.arange(width, dtype=np.int64) if tree is None else tree.depths()
-        if logits == "all":
-            rows = np.broadcast_to(np.arange(width, dtype=np.int64), (batch, width))
+        if counts is None:
+            counts, offsets, rows = _whole_step(batch, width, logits)
         else:
-            last = 1 if logits == "last" else logits
-            if last > counts.min():
-                raise ValueError(f"logits of the last {last} tokens of a row that brings {counts.min()}")
-            rows = counts[:, None] - np.arange(last, 0, -1, dtype=np.int64)
+            _, offsets, rows = _whole_step(batch, width, "all")
+            if logits != "all":
+                rows = _last_rows(counts, 1 if logits == "last" else logits)
         mask = None if tree is None else tree.mask()
+        offsets = offsets if tree is None else tree.depths()
         result = self._forward(Step(ids, counts, self.lengths, self.lengths[:, None] + offsets, mask, rows))
         self._before, self.lengths = self.lengths, self.lengths + counts
         return result
@@ -226,6 +225,30 @@ class Session:
         twin._forward = self.program.bind(twin._cache)
         twin.lengths = self.lengths.copy()
         return twin
+
+
+@lru_cache(maxsize=64)
+def _whole_step(batch: int, width: int, logits: Literal["last", "all"] | int) -> tuple[Ints, Ints, Ints]:
+    """Counts (B,), offsets (K,) and logit rows (B, n) of a step that brings `width` tokens to every row.
+
+    The same for every token of a decoding, and small arrays take longer to make than to read: they are made once.
+    """
+    counts, offsets = np.full(batch, width, dtype=np.int64), np.arange(width, dtype=np.int64)
+    if logits == "all":
+        rows = np.tile(offsets, (batch, 1))
+    else:
+        rows = _last_rows(counts, 1 if logits == "last" else logits)
+    for array in (counts, offsets, rows):
+        array.setflags(write=False)
+    return counts, offsets, rows
+
+
+def _last_rows(counts: Ints, last: int) -> Ints:
+    """(B, last): the last real tokens of each row."""
+    if last > counts.min():
+        raise ValueError(f"logits of the last {last} tokens of a row that brings {counts.min()}")
+    rows: Ints = counts[:, None] - np.arange(last, 0, -1, dtype=np.int64)
+    return rows
 
 
 def with_threads(traits: Traits, threads: int) -> Traits:
