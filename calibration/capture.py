@@ -26,9 +26,6 @@ CHUNK_TOKENS = 4096
 STRIP = 192
 """Rows of H computed at once. H is symmetric, so a strip starts at the diagonal: at 1536, 56 % of the work is left."""
 
-Kept = dict[int, tuple[Tensor, Tensor]]
-"""Keys and values by layer, for layers that share them."""
-
 
 @dataclass(frozen=True)
 class Group:
@@ -39,12 +36,15 @@ class Group:
         linears: In the order of computation.
         weights: Linear name -> W (out, in) float32. Write into it: what follows is computed with the new values.
         inputs: Gives the input in chunks, each (tokens, in) float32; as often as it is called, never all at once.
+        pairs: Gives (X₀, X) in chunks: the input in the unchanged model and the input, for the samples that are
+            followed there.
     """
 
     layer: int
     linears: Sequence[Linear]
     weights: dict[str, Tensor]
     inputs: Callable[[], Iterator[Tensor]]
+    pairs: Callable[[], Iterator[tuple[Tensor, Tensor]]]
 
 
 Visit = Callable[[Group], bool]
@@ -78,8 +78,31 @@ def hessian(inputs: Iterable[Tensor]) -> Tensor:
     return upper + upper.triu(1).T
 
 
+def drift(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+    """Mean of 2 (x₀ - x) xᵀ over all tokens: how far inputs have moved, as their outputs can still make it good.
+
+    Args:
+        pairs: (X₀, X), each (tokens, in), float32.
+
+    Returns:
+        (in, in), float32. Sums over batches are kept in float64.
+
+    Raises:
+        ValueError: No tokens at all.
+    """
+    total: Tensor | None = None
+    num_tokens = 0
+    for before, x in pairs:
+        product = ((before - x).T @ x).double()
+        total = product if total is None else total.add_(product)
+        num_tokens += len(x)
+    if total is None or num_tokens == 0:
+        raise ValueError("no tokens to compute a drift of")
+    return total.mul_(2 / num_tokens).float()
+
+
 @torch.no_grad()
-def walk(folder: Path, spec: ModelSpec, ids: Tensor, visit: Visit) -> None:
+def walk(folder: Path, spec: ModelSpec, ids: Tensor, visit: Visit, *, num_followed: int = 0) -> None:
     """Show every group of linears to `visit`, in the order of computation, the head last.
 
     Args:
@@ -87,6 +110,7 @@ def walk(folder: Path, spec: ModelSpec, ids: Tensor, visit: Visit) -> None:
         spec: Its table.
         ids: (samples, length) int64, on the device to compute on.
         visit: The inputs of later groups follow from the weights that it left. Where it returns False the walk ends.
+        num_followed: So many samples are computed with the unchanged model too, for `Group.pairs`.
 
     Raises:
         UserError: The ids are not of this model's vocabulary, or the samples longer than its context.
@@ -97,102 +121,132 @@ def walk(folder: Path, spec: ModelSpec, ids: Tensor, visit: Visit) -> None:
         raise UserError(
             f"calibration: token id {int(ids.max())} is outside the model's vocabulary of {spec.vocab_size}"
         )
-    model = _Streamed(folder, spec, ids.device)
-    decoder = model.decoder
-    positions = torch.arange(ids.shape[1], device=ids.device)[None]
-    model.load_outside()
-    chunks = [decoder.embed(x, positions) for x in torch.split(ids, max(1, CHUNK_TOKENS // ids.shape[1]))]
-    model.free_outside()
-    kept: list[Kept] = [{} for _ in chunks]
-    for index in range(len(spec.layers)):
-        model.load_layer(index)
-        if not _walk_layer(decoder, index, positions, chunks, kept, visit):
-            return
-        model.free_layer(index)
-        shared = {x.kv_from_layer for x in spec.layers[index + 1 :]}
-        kept = [{i: kv for i, kv in each.items() if i in shared} for each in kept]
-    model.load_outside()
-    visit(_group(decoder, len(spec.layers), [spec.head], lambda: map(decoder.norm, chunks)))
+    changed, unchanged = (_Stream(folder, spec, x) for x in (ids, ids[:num_followed]))
+    streams = [changed, unchanged] if num_followed else [changed]
+    for index, layer in enumerate(spec.layers):
+        for stream in streams:
+            stream.load_layer(index)
+        for roles, reads, advance in _STEPS:
+            linears = [layer.linears[role] for role in roles if role in layer.linears]
+            if not visit(_group(index, linears, changed, unchanged, reads)):
+                return
+            for stream in streams:
+                advance(stream)
+        for stream in streams:
+            stream.free_layer()
+    for stream in streams:
+        stream.load_outside()
+    visit(_group(len(spec.layers), [spec.head], changed, unchanged, _Stream.head_inputs))
 
 
-def _walk_layer(
-    decoder: Decoder,
+def _group(
     index: int,
-    positions: Tensor,
-    chunks: list[Tensor],
-    kept: list[Kept],
-    visit: Visit,
-) -> bool:
-    """One layer: `chunks` (B, T, H), the hidden states before it, become those after it. False: the walk ends."""
-    layer = decoder.layers[index]
-    assert isinstance(layer, Layer)
+    linears: Sequence[Linear],
+    changed: _Stream,
+    unchanged: _Stream,
+    reads: Callable[[_Stream], Iterator[Tensor]],
+) -> Group:
+    def inputs() -> Iterator[Tensor]:
+        return (x.flatten(0, -2) for x in reads(changed))
 
-    def show(roles: Sequence[str], inputs: Callable[[], Iterable[Tensor]]) -> bool:
-        linears = [layer.spec.linears[role] for role in roles if role in layer.spec.linears]
-        return visit(_group(decoder, index, linears, inputs))
+    def pairs() -> Iterator[tuple[Tensor, Tensor]]:
+        both = zip(reads(unchanged), reads(changed), strict=False)
+        return ((before.flatten(0, -2), x[: len(before)].flatten(0, -2)) for before, x in both)
 
-    if not show(("qkv", "q", "k", "v"), lambda: map(layer.input_norm, chunks)):
-        return False
-    heads = [layer.attention(x, *decoder.whole(index, positions, own)) for x, own in zip(chunks, kept, strict=True)]
-    if not show(("o",), lambda: heads):
-        return False
-    for i, x in enumerate(chunks):
-        chunks[i] = layer.add_attention(x, heads.pop(0))
-    if not show(("gate_up", "gate", "up"), lambda: map(layer.mlp_norm, chunks)):
-        return False
-    inner = [layer.inner(x) for x in chunks]
-    if not show(("down",), lambda: inner):
-        return False
-    for i, x in enumerate(chunks):
-        chunks[i] = layer.add_mlp(x, inner.pop(0))
-    return True
+    return Group(index, linears, {x.name: changed.weight(x.name) for x in linears}, inputs, pairs)
 
 
-def _group(decoder: Decoder, index: int, linears: Sequence[Linear], inputs: Callable[[], Iterable[Tensor]]) -> Group:
-    weights = {x.name: _weight(decoder, x.name) for x in linears}
-    return Group(index, linears, weights, lambda: (x.flatten(0, -2) for x in inputs()))
-
-
-def _weight(decoder: Decoder, name: str) -> Tensor:
-    module = decoder.linear(name)
-    assert isinstance(module, nn.Linear)
-    return module.weight.data
-
-
-class _Streamed:
-    """A dense float32 decoder whose weights are read when they are needed and freed after.
+class _Stream:
+    """Samples on their way through a dense float32 decoder whose weights are read when needed and freed after.
 
     Attributes:
         decoder: Filled only in part.
+        chunks: Hidden states (B, T, H), a few samples each.
+        taken: What `o` or `down` of the block reads next, chunk by chunk.
     """
 
-    def __init__(self, folder: Path, spec: ModelSpec, device: torch.device) -> None:
-        self.folder, self.spec, self.device = folder, spec, device
+    def __init__(self, folder: Path, spec: ModelSpec, ids: Tensor) -> None:
+        self.folder, self.spec, self.device = folder, spec, ids.device
         layers = tuple(
             dataclasses.replace(x, linears={role: _dense(y) for role, y in x.linears.items()}) for x in spec.layers
         )
         self.decoder = Decoder(dataclasses.replace(spec, dtype="float32", layers=layers, head=_dense(spec.head)))
         self.decoder.to_empty(device="meta")
+        self.positions = torch.arange(ids.shape[1], device=ids.device)[None]
+        self.taken: list[Tensor] = []
+        self.load_outside()
+        batches = torch.split(ids, max(1, CHUNK_TOKENS // ids.shape[1])) if len(ids) else ()
+        self.chunks = [self.decoder.embed(x, self.positions) for x in batches]
+        for module in self._outside():
+            module.to_empty(device="meta")
+        self._kept: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in self.chunks]
+        self._index = 0
+
+    @property
+    def layer(self) -> Layer:
+        """The block that is loaded."""
+        layer = self.decoder.layers[self._index]
+        assert isinstance(layer, Layer)
+        return layer
+
+    def weight(self, name: str) -> Tensor:
+        """W (out, in) of a loaded linear."""
+        module = self.decoder.linear(name)
+        assert isinstance(module, nn.Linear)
+        return module.weight.data
+
+    # What linears read, and the way from one to the next.
+
+    def attention_inputs(self) -> Iterator[Tensor]:
+        return map(self.layer.input_norm, self.chunks)
+
+    def attend(self) -> None:
+        for x, kept in zip(self.chunks, self._kept, strict=True):
+            rotary, attend = self.decoder.whole(self._index, self.positions, kept)
+            self.taken.append(self.layer.attention(x, rotary, attend))
+
+    def taken_inputs(self) -> Iterator[Tensor]:
+        return iter(self.taken)
+
+    def add_attention(self) -> None:
+        for i, x in enumerate(self.chunks):
+            self.chunks[i] = self.layer.add_attention(x, self.taken.pop(0))
+
+    def mlp_inputs(self) -> Iterator[Tensor]:
+        return map(self.layer.mlp_norm, self.chunks)
+
+    def activate(self) -> None:
+        self.taken += [self.layer.inner(x) for x in self.chunks]
+
+    def add_mlp(self) -> None:
+        for i, x in enumerate(self.chunks):
+            self.chunks[i] = self.layer.add_mlp(x, self.taken.pop(0))
+
+    def head_inputs(self) -> Iterator[Tensor]:
+        return map(self.decoder.norm, self.chunks)
+
+    # Weights.
 
     def load_layer(self, index: int) -> None:
+        """Make a block the current one."""
+        self._index = index
         layer = self.spec.layers[index]
         self.decoder.layers[index].to_empty(device=self.device)
         self._load(layer.linears.values(), [x.name for x in layer.norms()])
 
-    def free_layer(self, index: int) -> None:
-        self.decoder.layers[index].to_empty(device="meta")
+    def free_layer(self) -> None:
+        """Drop the current block's weights, and keys and values that no later block shares."""
+        self.decoder.layers[self._index].to_empty(device="meta")
+        shared = {x.kv_from_layer for x in self.spec.layers[self._index + 1 :]}
+        self._kept = [{i: kv for i, kv in each.items() if i in shared} for each in self._kept]
 
     def load_outside(self) -> None:
-        """Everything that is not in a layer: tables, the final norm, the head."""
+        """Everything that is not in a block: tables, the final norm, the head."""
         for module in self._outside():
             module.to_empty(device=self.device)
         embedding = [] if self.spec.is_tied else [self.spec.embedding]
         positions = [self.spec.position_embedding] if self.spec.position_embedding else []
         self._load([self.spec.head], [*embedding, *positions, self.spec.final_norm.name])
-
-    def free_outside(self) -> None:
-        for module in self._outside():
-            module.to_empty(device="meta")
 
     def _outside(self) -> list[nn.Module]:
         return [module for name, module in self.decoder.named_children() if name != "layers"]
@@ -206,10 +260,22 @@ class _Streamed:
         names = {f"{x.name}.bias" for x in linears} | {f"{x}.{part}" for x in others for part in ("weight", "bias")}
         with Weights(self.folder) as weights:
             for linear in linears:
-                _weight(self.decoder, linear.name).copy_(load_linear(weights, linear))
+                self.weight(linear.name).copy_(load_linear(weights, linear))
             for name, tensor in self.decoder.tensors().items():
                 if name in names:
                     tensor.data.copy_(weights.load(name))
+
+
+_STEPS: tuple[
+    tuple[tuple[str, ...], Callable[[_Stream], Iterator[Tensor]], Callable[[_Stream], None]],
+    ...,
+] = (
+    (("qkv", "q", "k", "v"), _Stream.attention_inputs, _Stream.attend),
+    (("o",), _Stream.taken_inputs, _Stream.add_attention),
+    (("gate_up", "gate", "up"), _Stream.mlp_inputs, _Stream.activate),
+    (("down",), _Stream.taken_inputs, _Stream.add_mlp),
+)
+"""A block in the order of computation: roles of the linears that read the same input, that input, the way on."""
 
 
 def _dense(linear: Linear) -> Linear:

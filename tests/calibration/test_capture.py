@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from strop.calibration import capture
-from strop.calibration.capture import Group, hessian, walk
+from strop.calibration.capture import Group, drift, hessian, walk
 from strop.errors import UserError
 from strop.model import read_spec
 
@@ -146,3 +146,36 @@ def test_hessian_of_no_tokens_is_refused() -> None:
 def test_tokens_that_the_model_cannot_take_are_refused(tmp_path: Path, ids: Tensor, message: str) -> None:
     with pytest.raises(UserError, match=message):
         walk(tmp_path, read_spec(tiny_folder(tmp_path)), ids, lambda _: True)
+
+
+def test_some_samples_are_followed_in_the_unchanged_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture, "CHUNK_TOKENS", 2 * IDS.shape[1])
+    num_followed = 3  # ends inside the second chunk
+    spec = read_spec(tiny_folder(tmp_path))
+    original = decoder_of(tiny_model("llama"))
+    num_tokens = num_followed * IDS.shape[1]
+
+    def visit(group: Group) -> bool:
+        before, now = (torch.cat(x) for x in zip(*group.pairs(), strict=True))
+        expected = slow_inputs(original, group.linears[0].name)[:num_tokens]
+        torch.testing.assert_close(before, expected, atol=2e-5, rtol=1e-5)
+        assert torch.equal(now, torch.cat(list(group.inputs()))[:num_tokens])
+        for linear in group.linears:
+            group.weights[linear.name].copy_(spoil(group.weights[linear.name]))
+        return True
+
+    walk(tmp_path, spec, IDS, visit, num_followed=num_followed)
+
+
+def test_drift_is_the_mean_of_2_differences_times_xt() -> None:
+    generator = torch.Generator().manual_seed(0)
+    before, x = (torch.randn(40, 7, generator=generator) for _ in range(2))
+    found = drift(zip(before.split(13), x.split(13), strict=True))
+    slow = sum(2 * torch.outer(b - a, a).double() for b, a in zip(before, x, strict=True)) / 40
+    assert isinstance(slow, Tensor)
+    torch.testing.assert_close(found, slow.float(), atol=1e-5, rtol=1e-5)
+
+
+def test_drift_of_no_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match="no tokens"):
+        drift(iter([]))
