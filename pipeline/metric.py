@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -111,7 +110,7 @@ class Metric(BaseModel, ABC):
     def names(self) -> Mapping[str, str]:
         """What it measures with these fields: name without the module's (`kl_mean`) -> unit."""
 
-    def refusal(self, name: str) -> str | None:
+    def refusal(self, name: str) -> str | None:  # noqa: ARG002  # subclasses use it
         """Why `name` is known but not measured with these fields (`tpot_p99_ms needs 1000 generations, ...`)."""
         return None
 

@@ -166,7 +166,8 @@ def test_a_bug_gives_a_traceback_and_code_1(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     (tmp_path / "buggy.py").write_text(
-        "from strop.stage import Stage\n\nclass Buggy(Stage):\n    def plan(self, spec, n):\n        raise KeyError('bug')\n"
+        "from strop.stage import Stage\n\nclass Buggy(Stage):\n"
+        "    def plan(self, spec, n):\n        raise KeyError('bug')\n"
         "    def run(self, source, out, context):\n        raise AssertionError\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
@@ -177,11 +178,6 @@ def test_a_bug_gives_a_traceback_and_code_1(
     path = write_recipe(tmp_path / "r.yaml", model, stages=[{"use": "pack.buggy"}])
     assert main(["check", str(path)]) == 1
     assert "KeyError: 'bug'" in capsys.readouterr().err
-
-
-def test_importing_strop_is_light() -> None:
-    code = "import sys, strop; assert strop.UserError; sys.exit(any(x in sys.modules for x in ('torch', 'numpy', 'pydantic')))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_every_public_name_is_there() -> None:

