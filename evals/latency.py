@@ -85,7 +85,7 @@ class Latency(Metric):
     text: str = Field(default="python", min_length=1, description="text source of the prompts (its measuring half)")
     prompts: int = Field(default=20, ge=5, description="different prompts; intervals are clustered by prompt")
     prompt_tokens: int = Field(default=64, ge=2, description="tokens of a prompt")
-    new_tokens: int = Field(default=24, ge=2, description="tokens generated after a prompt, end tokens ignored")
+    new_tokens: int = Field(default=16, ge=2, description="tokens generated after a prompt, end tokens ignored")
     min_pairs: int = Field(default=20, ge=10, description="pairs with each reference before the first look")
     max_pairs: int | None = Field(default=None, description="pairs after which it ends; default: 4 × min_pairs")
 
