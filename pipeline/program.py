@@ -234,10 +234,8 @@ def _whole_step(batch: int, width: int, logits: Literal["last", "all"] | int) ->
     The same for every token of a decoding, and small arrays take longer to make than to read: they are made once.
     """
     counts, offsets = np.full(batch, width, dtype=np.int64), np.arange(width, dtype=np.int64)
-    if logits == "all":
-        rows = np.tile(offsets, (batch, 1))
-    else:
-        rows = _last_rows(counts, 1 if logits == "last" else logits)
+    every = np.tile(offsets, (batch, 1))
+    rows = every if logits == "all" else _last_rows(counts, 1 if logits == "last" else logits)
     for array in (counts, offsets, rows):
         array.setflags(write=False)
     return counts, offsets, rows
