@@ -10,6 +10,7 @@ U (in, in) upper triangular with H⁻¹ = Uᵀ U.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 
 BLOCK_SIZE = 32
 """Columns that are finished before the columns after them are updated. Changes speed, not what is computed."""
+FOLLOWED = 0.25
+"""Part of the samples computed with the unquantized model too: enough to know the drift, a quarter of the time."""
 MOST_DAMPING = 1.0
 """A Hessian that this does not make invertible is not one."""
 
@@ -46,6 +49,7 @@ class Gptq(Stage):
         act_order: Begin with the columns whose inputs have the most energy.
         damping: Added to the Hessian's diagonal, as a part of the diagonal's mean. Where the Hessian cannot be
             inverted it is raised tenfold until it can, and the report names the linear.
+        drift_correction: How much of the inputs' drift away from the unquantized model's is made good; 0: plain GPTQ.
     """
 
     needs_calibration: ClassVar[bool] = True
@@ -56,6 +60,7 @@ class Gptq(Stage):
     targets: list[str] | None = Field(default=None, min_length=1)
     act_order: bool = True
     damping: float = Field(default=0.01, gt=0, le=MOST_DAMPING)
+    drift_correction: float = Field(default=0.5, ge=0, le=1)
 
     def plan(self, spec: ModelSpec, num_calibration_tokens: int) -> Plan:
         """See `Stage.plan`."""
@@ -63,14 +68,15 @@ class Gptq(Stage):
         tokens = num_calibration_tokens
         inside = [x for layer in spec.layers for x in layer.linears.values()]
         widest = max(x.in_features for x in inside)
-        forward = sum(2 * x.in_features * x.out_features for x in inside)
-        hessians = sum(x.in_features**2 for x in linears) / 2  # about every other one shares its inputs
+        followed = FOLLOWED if self.drift_correction else 0.0
+        forward = (1 + followed) * sum(2 * x.in_features * x.out_features for x in inside)
+        hessians = (1 + 2 * followed) * sum(x.in_features**2 for x in linears) / 2  # about two linears share an input
         solving = sum(2 * x.in_features**2 * (x.out_features + x.in_features) for x in linears)
         block = sum(x.in_features * x.out_features for x in spec.layers[0].linears.values())
         return Plan(
             spec=result,
             size_bytes=result.size_bytes(),
-            memory_bytes=4 * (tokens * (spec.hidden_size + widest) + 2 * block + 8 * widest**2),
+            memory_bytes=4 * int((1 + followed) * tokens * (spec.hidden_size + widest) + 2 * block + 8 * widest**2),
             seconds=(tokens * (forward + hessians) + solving) / (2 * GFLOPS_PER_THREAD * 1e9),
         )
 
@@ -97,7 +103,8 @@ class Gptq(Stage):
                 context.progress("gptq", len(linears) - len(waiting), len(linears))
             return bool(waiting)
 
-        walk(source.path, spec, ids, visit)
+        num_followed = math.ceil(FOLLOWED * len(ids)) if self.drift_correction else 0
+        walk(source.path, spec, ids, visit, num_followed=num_followed)
         save_checkpoint(out, result, source.path, _changed(result, linears, context.scratch))
         return {"spec": result, "report": self._report(linears, context.scratch)}
 
@@ -113,13 +120,14 @@ class Gptq(Stage):
         """Quantize linears that share their inputs, unless an earlier try did, and put the result in their place."""
         import torch
 
-        from strop.calibration.capture import hessian
+        from strop.calibration.capture import drift, hessian
         from strop.numerics import dequantize
 
         if not all(_path(scratch, x).exists() for x in linears):
             h = hessian(group.inputs())
             weight = torch.cat([group.weights[x.name] for x in linears])
-            solution = self._solve(weight, h, ", ".join(x.name for x in linears))
+            c = drift(group.pairs()) if self.drift_correction else None
+            solution = self._solve(weight, h, c, ", ".join(x.name for x in linears))
             start = 0
             for linear in linears:
                 rows = slice(start, start + linear.out_features)
@@ -131,7 +139,7 @@ class Gptq(Stage):
             kept = _load(_path(scratch, linear))
             group.weights[linear.name].copy_(dequantize(kept["codes"], kept["scale"], kept["zero"]))
 
-    def _solve(self, weight: Tensor, hessian: Tensor, place: str) -> Solution:
+    def _solve(self, weight: Tensor, hessian: Tensor, drift: Tensor | None, place: str) -> Solution:
         """Codes of W, with as much damping as it takes.
 
         Raises:
@@ -144,9 +152,9 @@ class Gptq(Stage):
         energy = hessian.diagonal()
         if not bool(hessian.isfinite().all()):
             raise UserError(f"gptq: {place}: the inputs are not finite on the calibration text")
-        scale, zero = search_scales(weight, self._quantization(), energy)
         if not bool(energy.any()):
             log.warning("gptq: %s: no input on the calibration text, rounded to nearest", place)
+            scale, zero = search_scales(weight, self._quantization(), energy)
             return Solution(quantize(weight, scale, zero, self.bits), scale, zero, damping=0.0)
         order = energy.argsort(descending=True, stable=True) if self.act_order else torch.arange(len(energy))
         damping = self.damping
@@ -155,6 +163,9 @@ class Gptq(Stage):
                 raise UserError(f"gptq: {place}: the Hessian cannot be inverted, not even with damping {damping:g}")
             damping = min(10 * damping, MOST_DAMPING)
             log.warning("gptq: %s: the Hessian cannot be inverted, damping raised to %g", place, damping)
+        if drift is not None:
+            weight = correct_drift(weight, drift * self.drift_correction, factor, order)
+        scale, zero = search_scales(weight, self._quantization(), energy)
         return Solution(choose_codes(weight, factor, scale, zero, self.bits, order), scale, zero, damping)
 
     def _report(self, linears: Sequence[Linear], scratch: Path) -> dict[str, Any]:
@@ -215,6 +226,23 @@ def inverse_factor(hessian: Tensor, damping: float) -> Tensor | None:
     identity = torch.eye(len(lower), dtype=lower.dtype, device=lower.device)
     factor: Tensor = torch.linalg.solve_triangular(lower, identity, upper=False).flip(0, 1).float()
     return factor
+
+
+def correct_drift(weight: Tensor, drift: Tensor, factor: Tensor, order: Tensor) -> Tensor:
+    """W + W C H⁻¹: the weight of least Σ ‖W x₀ - W' x‖², as if x₀ was still there.
+
+    Args:
+        weight: W (out, in), float32.
+        drift: C (in, in), the mean of 2 (x₀ - x) xᵀ.
+        factor: U (in, in) of H with rows and columns in `order`.
+        order: (in,).
+
+    Returns:
+        W' (out, in), float32.
+    """
+    moved = weight.clone()
+    moved[:, order] += (weight @ drift)[:, order] @ factor.T @ factor
+    return moved
 
 
 def choose_codes(weight: Tensor, factor: Tensor, scale: Tensor, zero: Tensor, bits: int, order: Tensor) -> Tensor:

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from strop import numerics
 from strop.artifact import Artifact, hash_file, list_files
+from strop.calibration.capture import drift
 from strop.errors import UserError
-from strop.methods.gptq import Gptq, choose_codes, inverse_factor, relative_error
+from strop.methods.gptq import Gptq, choose_codes, correct_drift, inverse_factor, relative_error
 from strop.model import Weights, load_linear, load_packed, read_spec
 from strop.spec import Quantization
 from strop.stage import Context
@@ -110,7 +111,7 @@ def test_a_weight_on_the_grid_comes_back_exactly() -> None:
     scale = numerics.round_scales(torch.randn(9, 3, generator=generator))
     zero = torch.zeros(9, 3, dtype=torch.int8)
     weight = numerics.dequantize(codes, scale, zero)
-    solution = Gptq(group_size=16)._solve(weight, damped(correlated(100, 48, 0)), "here")
+    solution = Gptq(group_size=16)._solve(weight, damped(correlated(100, 48, 0)), None, "here")
     assert torch.equal(numerics.dequantize(solution.codes, solution.scale, solution.zero), weight)
 
 
@@ -145,10 +146,25 @@ def test_inputs_that_are_always_zero_keep_their_nearest_codes() -> None:
     dead = torch.tensor([3, 17, 40])
     x[:, dead] = 0
     weight = torch.randn(9, 48, generator=torch.Generator().manual_seed(2))
-    solution = Gptq(group_size=16)._solve(weight, 2 * x.T @ x / len(x), "here")
+    solution = Gptq(group_size=16)._solve(weight, 2 * x.T @ x / len(x), None, "here")
     nearest = numerics.quantize(weight, solution.scale, solution.zero, 4)
     assert torch.equal(solution.codes[:, dead], nearest[:, dead])
     assert not torch.equal(solution.codes, nearest)
+
+
+def test_corrected_weights_are_the_least_squares_solution() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, noise = (torch.randn(300, 30, generator=generator) for _ in range(2))
+    before = 1.1 * x + 0.3 * noise
+    weight = torch.randn(5, 30, generator=torch.Generator().manual_seed(0))
+    h = 2 * x.T @ x / len(x)
+    order = h.diagonal().argsort(descending=True)
+    factor = inverse_factor(h[order][:, order], 1e-9)
+    assert factor is not None
+    found = correct_drift(weight, drift([(before, x)]), factor, order)
+    expected = torch.linalg.lstsq(x, before @ weight.T).solution.T
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+    assert torch.equal(correct_drift(weight, drift([(x, x)]), factor, order), weight)
 
 
 # The stage.
