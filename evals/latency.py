@@ -7,6 +7,7 @@ machine makes a difference where there is none. Bounds hold over all looks toget
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -33,8 +34,10 @@ from strop.statistics import (
 )
 from strop.worker import Timing, Worker
 
-NARROW = 0.05
-"""Widest ratio interval (upper over lower, less 1) that needs no more pairs."""
+NARROW = {"tpot_ms": 0.05, "ttft_ms": 0.1}
+"""Widest intervals, log of upper over lower, that need no more pairs. Every generation has many tokens, but one first."""
+NARROW_SHARE = 0.05
+"""Or this share of the log ratio: nobody needs to know a factor of 6 to a hundredth."""
 SAME_PAIRS = 10
 """Fewest pairs of the candidate against a second copy of itself."""
 SAME_CONFIDENCE = 0.9995
@@ -153,11 +156,8 @@ class Latency(Metric):
             duel.collect(target)
             same.collect(self._same_pairs(target))
             trial = Trial(same, {"it": duel}, [], look_confidence(len(self._looks())), context.seed)
-            if (
-                duel.is_noisy
-                or same.is_noisy
-                or all(is_narrow(ratio(QUANTITIES[x], duel.pairs, trial)) for x in ("ttft_ms", "tpot_ms"))
-            ):
+            are_narrow = all(is_narrow(ratio(QUANTITIES[x], duel.pairs, trial), width) for x, width in NARROW.items())
+            if duel.is_noisy or same.is_noisy or are_narrow:
                 return
 
     def _looks(self) -> tuple[int, ...]:
@@ -246,9 +246,14 @@ def ratio(quantity: Quantity, pairs: Sequence[Pair], trial: Trial) -> Estimate:
     return quantile_ratio(table, clusters, quantity.p, trial.confidence, trial.seed)
 
 
-def is_narrow(estimate: Estimate) -> bool:
-    """Whether more pairs would tell little more."""
-    return estimate.upper / estimate.lower - 1 <= NARROW
+def is_narrow(estimate: Estimate, width: float) -> bool:
+    """Whether more pairs would tell little more.
+
+    Args:
+        estimate: A ratio.
+        width: Log of upper over lower that is narrow for a ratio near 1.
+    """
+    return math.log(estimate.upper / estimate.lower) <= max(width, NARROW_SHARE * abs(math.log(estimate.value)))
 
 
 def describe(trial: Trial) -> dict[str, Any]:
