@@ -339,7 +339,8 @@ class Run:
                 return
             log.info("%s: %s took %.1f s", row.name, name, time.monotonic() - began)
             found = {"measured_at": _now(), "measurements": {k: m.to_json() for k, m in measured.items()}}
-            self.store.remember("measurements", key, found)
+            if not any(_is_noisy(x) for x in measured.values()):  # a noisy machine is worth another try, not a memory
+                self.store.remember("measurements", key, found)
         elif metric.kind == "speed":
             self._old_speeds.append(found["measured_at"])
         for quantity, data in found["measurements"].items():
@@ -422,6 +423,10 @@ def _peak_memory_bytes() -> int:
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _is_noisy(measurement: Measurement) -> bool:
+    return any(x.is_noisy for x in (measurement.estimate, *measurement.ratios.values()))
 
 
 def _text_identity(source: str) -> str:

@@ -33,6 +33,7 @@ class Fake(Metric):
     kind: ClassVar[Kind] = "KIND"
     log: str
     crash: str = ""
+    noisy: bool = False
 
     def names(self):
         return {"bytes": "bytes"}
@@ -45,7 +46,7 @@ class Fake(Metric):
         size = sum(x.stat().st_size for x in program.path.rglob("*.safetensors"))
         parent = sum(x.stat().st_size for x in references["parent"].path.rglob("*.safetensors"))
         ratios = {"parent": Estimate.exact(size / parent)}
-        return {"bytes": Measurement(Estimate.exact(size), "bytes", "lower", 1, {"what": "bytes"}, ratios)}
+        return {"bytes": Measurement(Estimate(size, size, size, 1.0, self.noisy), "bytes", "lower", 1, {"what": "bytes"}, ratios)}
 '''
 SHIFT = '''
 from typing import ClassVar
@@ -179,6 +180,13 @@ def test_speed_is_remembered_with_its_age(bench: Bench) -> None:
     assert second.rows[0].measured_at == first.rows[0].measured_at
     assert [("--remeasure" in x) for x in (*first.notes, *second.notes)].count(True) == 1
     assert second.created > first.created
+
+
+def test_what_a_noisy_machine_measured_is_not_remembered(bench: Bench) -> None:
+    evals = [{"use": "runner_fakes.speed", "name": "size", "log": str(bench.place / "speed.log"), "noisy": True}]
+    assert bench.run(evals=evals, gates=[{"metric": "size.bytes", "at_most": 1}]).exit_code == ExitCode.INCONCLUSIVE
+    bench.run(evals=evals)
+    assert bench.measured("speed") == 4
 
 
 @pytest.mark.parametrize(
