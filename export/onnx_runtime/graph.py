@@ -225,17 +225,16 @@ class _Lowering:
         return self._node("RotaryEmbedding", [x, self.inputs["positions"], *tables], attributes)
 
     def _mlp(self, layer: LayerSpec, x: ir.Value) -> ir.Value:
-        linears = [layer.linears[role] for role in ("gate_up", "gate", "up") if role in layer.linears]
+        linears = layer.linears
         if not layer.is_gated:
-            inner = self._activate(layer, self._linear(linears, x))
+            return self._linear([linears["down"]], self._activate(layer, self._linear([linears["up"]], x)))
+        if "gate_up" in linears:
+            gate, up = self._split(self._linear([linears["gate_up"]], x), [layer.intermediate_size] * 2)
         else:
-            if len(linears) == 1 or layout.can_fuse(linears):
-                # One multiplication and a copy take less time than two multiplications and their barriers.
-                gate, up = self._split(self._linear(linears, x), [layer.intermediate_size] * 2)
-            else:
-                gate, up = (self._linear([linear], x) for linear in linears)
-            inner = self._node("Mul", [self._activate(layer, gate), up], domain="")
-        return self._linear([layer.linears["down"]], inner)
+            # Not joined as q, k and v are: splitting the result costs what the second multiplication does.
+            gate, up = self._linear([linears["gate"]], x), self._linear([linears["up"]], x)
+        inner = self._node("Mul", [self._activate(layer, gate), up], domain="")
+        return self._linear([linears["down"]], inner)
 
     def _activate(self, layer: LayerSpec, x: ir.Value) -> ir.Value:
         if layer.activation == "silu":
