@@ -35,7 +35,7 @@ from strop.statistics import (
 from strop.worker import Timing, Worker
 
 NARROW = {"tpot_ms": 0.05, "ttft_ms": 0.1}
-"""Widest intervals, log of upper over lower, that need no more pairs. Every generation has many tokens, but one first."""
+"""Widest intervals, log of upper over lower, that need no more pairs. A generation has many tokens, but one first."""
 NARROW_SHARE = 0.05
 """Or this share of the log ratio: nobody needs to know a factor of 6 to a hundredth."""
 SAME_PAIRS = 10
