@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,52 @@ class Fake(Metric):
         size = sum(x.stat().st_size for x in program.path.rglob("*.safetensors"))
         parent = sum(x.stat().st_size for x in references["parent"].path.rglob("*.safetensors"))
         ratios = {"parent": Estimate.exact(size / parent)}
-        return {"bytes": Measurement(Estimate(size, size, size, 1.0, self.noisy), "bytes", "lower", 1, {"what": "bytes"}, ratios)}
+        estimate = Estimate(size, size, size, 1.0, self.noisy)
+        return {"bytes": Measurement(estimate, "bytes", "lower", 1, {"what": "bytes"}, ratios)}
+'''
+RUNTIME = '''
+import dataclasses
+import os
+from typing import ClassVar
+
+import numpy as np
+
+from strop.artifact import Format
+from strop.program import Program, Traits
+from strop.stage import Plan, Stage
+
+class Memo(Stage):
+    """A program that has learned one answer by heart: it loads without torch, and conformance asks no more of it."""
+    gives: ClassVar[Format] = "program"
+
+    def plan(self, spec, num_calibration_tokens):
+        return Plan(spec, spec.size_bytes(), 0, 1.0)
+
+    def run(self, source, out, context):
+        from strop.conformance import probe
+        from strop.export.eager import Eager
+        from strop.model import copy_companions, read_spec
+        spec = read_spec(source.path)
+        traits = Traits(__name__, "float32", context.threads, "cpu", spec.max_positions, spec.vocab_size, False)
+        eager = Eager.load(source.path, dataclasses.replace(traits, runtime="eager"))
+        np.save(out / "logits.npy", eager.open().step(probe(traits)[None], logits="all"))
+        os.link(source.path / "model.safetensors", out / "model.safetensors")
+        copy_companions(source.path, out)
+        return {"spec": spec, "traits": traits, "report": {}}
+
+    @staticmethod
+    def load(path, traits):
+        return MemoProgram(np.load(path / "logits.npy"), traits)
+
+class MemoProgram(Program):
+    def __init__(self, logits, traits):
+        self.logits, self.traits = logits, traits
+
+    def allocate(self, batch, max_tokens):
+        return []
+
+    def bind(self, cache):
+        return lambda step: self.logits[:, step.logit_rows[0]]
 '''
 SHIFT = '''
 from typing import ClassVar
@@ -79,17 +125,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_folder(tmp_path_factory.mktemp("model") / "tiny")
 
 
-@pytest.fixture(autouse=True)
-def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "modules" / "runner_fakes"
-    folder.mkdir(parents=True)
-    (folder / "__init__.py").write_text("")
-    (folder / "quality.py").write_text(METRIC.replace("KIND", "quality"))
-    (folder / "speed.py").write_text(METRIC.replace("KIND", "speed"))
-    (folder / "shift.py").write_text(SHIFT)
-    monkeypatch.syspath_prepend(folder.parent)
-    for name in [x for x in sys.modules if x.startswith("runner_fakes")]:
-        monkeypatch.delitem(sys.modules, name)
+@pytest.fixture(scope="module", autouse=True)
+def modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with the fakes' package, on the path."""
+    place = tmp_path_factory.mktemp("modules")
+    package = place / "runner_fakes"
+    package.mkdir()
+    for name, text in {
+        "__init__": "",
+        "quality": METRIC.replace("KIND", "quality"),
+        "speed": METRIC.replace("KIND", "speed"),
+        "shift": SHIFT,
+        "memo": RUNTIME,
+    }.items():
+        (package / f"{name}.py").write_text(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(place)
+        yield place
 
 
 class Bench:
@@ -102,7 +154,7 @@ class Bench:
             "version": 1,
             "model": {"source": str(model)},
             "stages": [{"use": "rtn", "name": "w4", "group_size": 16}],
-            "export": [{"use": "eager"}],
+            "export": [{"use": "runner_fakes.memo", "name": "memo"}],
             "evals": [{"use": "runner_fakes.quality", "name": "size", "log": str(place / "quality.log")}],
             "gates": [{"metric": "size.bytes", "at_most": 0.9, "of": "parent"}],
             "threads": 1,
@@ -119,7 +171,7 @@ class Bench:
 
 
 @pytest.fixture(scope="module")
-def seed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+def seed(tmp_path_factory: pytest.TempPathFactory, model: Path, modules: Path) -> Path:
     """A store in which the recipe has run, without having measured anything."""
     bench = Bench(tmp_path_factory.mktemp("seed"), model)
     bench.run(evals=[], gates=[])
@@ -146,11 +198,11 @@ def built(report: Report) -> list[str]:
 
 def test_rows_gates_records_and_files(bench: Bench) -> None:
     found = bench.run()
-    assert [x.name for x in found.rows] == ["parent / eager", "main / eager"]
-    assert [(x.row, x.outcome) for x in found.gates] == [("main / eager", "PASS")]
+    assert [x.name for x in found.rows] == ["parent / eager", "parent / memo", "main / memo"]
+    assert [(x.row, x.outcome) for x in found.gates] == [("main / memo", "PASS")]
     assert found.exit_code == 0
     assert [(x.chain, x.name) for x in found.stages] == [
-        ("parent", "source"), ("parent", "eager"), ("main", "w4"), ("main", "eager"),
+        ("parent", "source"), ("parent", "eager"), ("parent", "memo"), ("main", "w4"), ("main", "memo"),
     ]  # fmt: skip
     assert all(x.seconds > 0 and x.peak_memory_bytes > 0 and x.size_bytes > 0 for x in found.stages)
     out = bench.place / "out"
@@ -161,14 +213,14 @@ def test_rows_gates_records_and_files(bench: Bench) -> None:
 def test_the_second_run_builds_and_measures_nothing(fresh: Bench) -> None:
     bench = fresh
     first = bench.run()
-    assert len(built(first)) == 4
+    assert len(built(first)) == 5
     second = bench.run()
     assert built(second) == []
-    assert bench.measured() == 2
+    assert bench.measured() == 3
     assert [x.measurements for x in second.rows] == [x.measurements for x in first.rows]
     assert [x.seconds for x in second.stages] == [x.seconds for x in first.stages]
     bench.run(remeasure=True)
-    assert bench.measured() == 4
+    assert bench.measured() == 6
 
 
 def test_speed_is_remembered_with_its_age(bench: Bench) -> None:
@@ -176,7 +228,7 @@ def test_speed_is_remembered_with_its_age(bench: Bench) -> None:
     first = bench.run(evals=evals)
     time.sleep(1.1)
     second = bench.run(evals=evals)
-    assert bench.measured("speed") == 2
+    assert bench.measured("speed") == 3
     assert second.rows[0].measured_at == first.rows[0].measured_at
     assert [("--remeasure" in x) for x in (*first.notes, *second.notes)].count(True) == 1
     assert second.created > first.created
@@ -186,16 +238,16 @@ def test_what_a_noisy_machine_measured_is_not_remembered(bench: Bench) -> None:
     evals = [{"use": "runner_fakes.speed", "name": "size", "log": str(bench.place / "speed.log"), "noisy": True}]
     assert bench.run(evals=evals, gates=[{"metric": "size.bytes", "at_most": 1}]).exit_code == ExitCode.INCONCLUSIVE
     bench.run(evals=evals)
-    assert bench.measured("speed") == 4
+    assert bench.measured("speed") == 6
 
 
 @pytest.mark.parametrize(
     ("changes", "rebuilt"),
     [
-        ({"stages": [{"use": "rtn", "name": "w4", "group_size": 16, "bits": 8}]}, ["main/w4", "main/eager"]),
+        ({"stages": [{"use": "rtn", "name": "w4", "group_size": 16, "bits": 8}]}, ["main/w4", "main/memo"]),
         ({"stages": [{"use": "rtn", "name": "other", "group_size": 16}]}, []),
-        ({"seed": 1, "stages": []}, ["parent/eager"]),
-        ({"threads": 2, "stages": []}, ["parent/eager"]),
+        ({"seed": 1, "stages": []}, ["parent/eager", "parent/memo"]),
+        ({"threads": 2, "stages": []}, ["parent/eager", "parent/memo"]),
         ({"stages": []}, []),
         ({"variants": {"again": {}}}, []),
     ],
@@ -206,7 +258,7 @@ def test_a_change_rebuilds_what_depends_on_it(bench: Bench, changes: dict[str, A
 
 def test_another_content_of_the_model_rebuilds_all(bench: Bench, tmp_path: Path) -> None:
     bench.text["model"] = {"source": str(tiny_folder(tmp_path / "tiny", seed=1))}
-    assert built(bench.run(stages=[])) == ["parent/source", "parent/eager"]
+    assert built(bench.run(stages=[])) == ["parent/source", "parent/eager", "parent/memo"]
 
 
 def test_variants_share_a_prefix_and_explored_ones_are_not_gated(bench: Bench) -> None:
@@ -221,14 +273,14 @@ def test_variants_share_a_prefix_and_explored_ones_are_not_gated(bench: Bench) -
             "dense": {"drop": ["w4", "head"], "explore": True},
         },
     )
-    assert built(found) == ["main/head", "main/eager", "w8/head", "w8/eager"]
-    assert [x.row for x in found.gates] == ["main / eager", "w8 / eager"]
-    assert next(x for x in found.rows if x.chain == "dense").key == found.rows[0].key
+    assert built(found) == ["main/head", "main/memo", "w8/head", "w8/memo"]
+    assert [x.row for x in found.gates] == ["main / memo", "w8 / memo"]
+    assert next(x for x in found.rows if x.chain == "dense").key == found.rows[1].key
 
 
 def test_calibration_tokens_are_made_once_and_enter_the_key(bench: Bench) -> None:
     stages = [{"use": "runner_fakes.shift", "name": "a"}, {"use": "runner_fakes.shift", "name": "b", "teacher": "a"}]
-    calibration = {"source": "self", "samples": 2, "length": 8}
+    calibration = {"source": "python", "samples": 2, "length": 8}
     found = bench.run(stages=stages, calibration=calibration)
     assert built(found).count("main/calibration") == 1
     assert found.notes == ["main / a: 16 tokens", "main / b: 16 tokens"]
@@ -248,11 +300,11 @@ def test_a_metric_that_crashes_is_reported_and_blocks(bench: Bench) -> None:
     log = str(bench.place / "quality.log")
     evals = [{"use": "runner_fakes.quality", "name": "size", "log": log, "crash": "value"}]
     found = bench.run(evals=evals)
-    assert found.rows[1].failures == {"size": "ValueError: no such luck"}
+    assert found.rows[2].failures == {"size": "ValueError: no such luck"}
     assert found.gates[0].outcome == "NOT_MEASURED"
     assert found.exit_code == ExitCode.INCONCLUSIVE
     assert bench.run(evals=evals, gates=[]).exit_code == ExitCode.INCONCLUSIVE
-    assert bench.measured() == 3, "a crash is not remembered"
+    assert bench.measured() == 5, "a crash is not remembered"
 
 
 def test_what_the_user_must_change_ends_the_run(bench: Bench) -> None:
@@ -276,11 +328,11 @@ def test_the_report_folder_must_be_writable(bench: Bench) -> None:
 
 def test_a_damaged_artifact_is_built_again(bench: Bench) -> None:
     first = bench.run()
-    path = bench.store.path(first.stages[2].key) / "model.safetensors"
+    path = bench.store.path(first.stages[3].key) / "model.safetensors"
     path.chmod(0o644)
     path.write_bytes(b"x" * path.stat().st_size)
-    # eager links the checkpoint's file, so that one is damaged too
-    assert built(bench.run()) == ["main/w4", "main/eager"]
+    # the program links the checkpoint's file, so that one is damaged too
+    assert built(bench.run()) == ["main/w4", "main/memo"]
     assert bench.store.verify()
 
 
@@ -292,9 +344,10 @@ def hashes(store: Store, found: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def test_killed_at_random_and_run_again_it_ends_in_the_same_bytes(bench: Bench, tmp_path: Path) -> None:
+def test_killed_at_random_and_run_again_it_ends_in_the_same_bytes(bench: Bench, tmp_path: Path, modules: Path) -> None:
     text = {
         **bench.text,
+        "export": [{"use": "eager"}],
         "calibration": {"source": "self", "samples": 4, "length": 24},
         "stages": [
             {"use": "rtn", "name": "w8", "bits": 8, "group_size": 16, "targets": ["lm_head"]},
@@ -303,7 +356,7 @@ def test_killed_at_random_and_run_again_it_ends_in_the_same_bytes(bench: Bench, 
     }
     path = tmp_path / "killed.yaml"
     path.write_text(yaml.safe_dump(text))
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "modules"), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(modules), "OMP_NUM_THREADS": "1"}
 
     def start(store: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "strop", "run", str(path), "--store", store, "--out", store + ".out"]
