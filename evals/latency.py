@@ -227,7 +227,7 @@ def summarize(quantity: Quantity, trial: Trial) -> Measurement:
     value = quantile_estimate(values, clusters, quantity.p, trial.confidence, trial.seed)
     itself = ratio(replace(quantity, p=0.5), trial.same.pairs, replace(trial, confidence=SAME_CONFIDENCE))
     is_noisy = not itself.lower <= 1 <= itself.upper or trial.same.is_noisy
-    ratios = {name: replace(Estimate.exact(1.0), is_noisy=is_noisy) for name in trial.itself}
+    ratios = dict.fromkeys(trial.itself, Estimate.exact(1.0))
     for name, duel in trial.against.items():
         ratios[name] = replace(ratio(quantity, duel.pairs, trial), is_noisy=is_noisy or duel.is_noisy)
     is_noisy = is_noisy or any(x.is_noisy for x in trial.against.values())
