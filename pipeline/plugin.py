@@ -59,7 +59,8 @@ def find(kind: Kind, name: str, base: type[T]) -> type[T]:
             raise UserError(f"use: no module {path!r} can be imported") from error
         raise
     classes = [
-        x for _, x in inspect.getmembers(module, inspect.isclass)
+        x
+        for _, x in inspect.getmembers(module, inspect.isclass)
         if issubclass(x, base) and x.__module__ == module.__name__ and not inspect.isabstract(x)
     ]
     if len(classes) != 1:
