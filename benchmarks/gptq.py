@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -39,18 +40,20 @@ KEY = "0" * 64
 
 
 def quantize(work: Path, name: str, fields: dict[str, Any], threads: int) -> None:
-    """Run one stage on WORK/parent and write what it took next to its output."""
+    """Run one stage on WORK/parent and write what it took next to its output; a killed one is resumed."""
     stage = Rtn(**fields) if name.startswith("rtn") else Gptq(**fields)
     out, scratch = work / name, work / f"{name}.scratch"
+    shutil.rmtree(out, ignore_errors=True)
     out.mkdir()
-    scratch.mkdir()
+    is_resumed = scratch.exists() and any(scratch.iterdir())
+    scratch.mkdir(exist_ok=True)
     start = time.perf_counter()
     context = Context(scratch, threads=threads, calibration=work / "tokens.npy")
     result = stage.run(Artifact(work / "parent", "checkpoint", KEY), out, context)
     seconds = time.perf_counter() - start
     write_manifest(out, Manifest("checkpoint", KEY, result["spec"].to_json(), report=result["report"]))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    (work / f"{name}.json").write_text(json.dumps({"seconds": seconds, "peak_bytes": peak}))
+    (work / f"{name}.json").write_text(json.dumps({"seconds": None if is_resumed else seconds, "peak_bytes": peak}))
 
 
 def fixed_windows(tokenizer: Any, path: str, count: int) -> torch.Tensor:
@@ -123,9 +126,10 @@ def main() -> None:
     print(f"parent perplexity {np.exp(found['loss_parent'].mean()):.3f} over {len(ids)} windows of {WINDOW}")
     for stage, scores in ((baseline, rounded), (name, found)):
         cost = json.loads((work / f"{stage}.json").read_text())
+        seconds = "resumed" if cost["seconds"] is None else f"{cost['seconds']:.0f} s"
         print(
             f"| {stage} | KL {scores['kl'].mean():.4f} | same top {100 * scores['same_top'].mean():.2f} % "
-            f"| perplexity {np.exp(scores['loss'].mean()):.3f} | {cost['seconds']:.0f} s "
+            f"| perplexity {np.exp(scores['loss'].mean()):.3f} | {seconds} "
             f"| {cost['peak_bytes'] / 1e6:.0f} MB |"
         )
     ratio = bootstrap_ratio_of_means(found["kl"], rounded["kl"], np.arange(len(ids)))
