@@ -37,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code, one of `ExitCode`, or 130 after Ctrl-C.
     """
     args = parser().parse_args(argv)
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # wherever onnxruntime is loaded from here, `doctor` too
     with logging_to_stderr(args.verbose):
         return run_command(args)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
@@ -46,6 +47,8 @@ def load(path: Path, traits: Traits) -> OnnxProgram:
         MissingExtra: No onnxruntime.
         UserError: A file is missing, truncated or damaged, or the model is not the one that the traits describe.
     """
+    # Read when the library loads: 1.32 otherwise writes a device id and a database of events into ~/.cache.
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     try:
         import onnxruntime
         from onnxruntime.capi import onnxruntime_pybind11_state as state

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -318,7 +319,7 @@ def test_a_damaged_program_is_one_line(tmp_path: Path, export: Export) -> None:
         OnnxRuntime.load(folder, traits)
 
 
-def test_running_needs_no_torch(tmp_path: Path, export: Export) -> None:
+def test_running_needs_no_torch_and_leaves_no_telemetry(tmp_path: Path, export: Export) -> None:
     program = export(tiny_folder(tmp_path / "source", "llama"), OnnxRuntime())
     folder = next(tmp_path.glob("*/model.onnx")).parent
     code = (
@@ -330,5 +331,9 @@ def test_running_needs_no_torch(tmp_path: Path, export: Export) -> None:
         "print(sorted({'torch', 'transformers', 'onnx', 'onnx_ir'} & set(sys.modules)))"
     )
     command = [sys.executable, "-c", code, str(folder), json.dumps(asdict(program.traits))]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    home = tmp_path / "home"
+    home.mkdir()
+    environment = {k: v for k, v in os.environ.items() if k not in ("XDG_CACHE_HOME", "ORT_DISABLE_TELEMETRY")}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**environment, "HOME": str(home)})
     assert done.stdout.strip() == "[]"
+    assert list(home.rglob("*onnxruntime*")) == [], "onnxruntime keeps a device id and a database of events"
