@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 BLOCK_SIZE = 32
 """Columns that are finished before the columns after them are updated. Changes speed, not what is computed."""
 FOLLOWED = 0.25
-"""Part of the samples computed with the unquantized model too. Chosen for its time; its effect on KL is not measured."""
+"""Part of the samples computed with the unquantized model too. Chosen for its time; its effect on KL is unmeasured."""
 MOST_DAMPING = 1.0
 """A Hessian that this does not make invertible is not one."""
 
