@@ -11,6 +11,7 @@ import math
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,7 @@ from strop.artifact import (
     write_manifest,
 )
 from strop.errors import ConformanceError, UserError
-from strop.export.eager import Eager
+from strop.export.eager import DecoderProgram, Eager
 from strop.model import (
     FLOATS,
     Weights,
@@ -46,15 +47,15 @@ from strop.stage import Context
 from strop.worker import Worker
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
 NUM_TOKENS = 32
 """Length of the row of token ids whose logits are compared."""
 
 
 @dataclass(frozen=True)
-class Tolerance:
-    """How far a program's logits may be from those of its checkpoint in eager.
+class Difference:
+    """How far logits are, or may be, from those of the checkpoint in eager.
 
     Attributes:
         largest: Of |difference|, relative to the root mean square of the reference's logits.
@@ -65,11 +66,14 @@ class Tolerance:
     kl_mean: float
 
 
-FLOAT32 = Tolerance(1e-3, 1e-6)
+FLOAT32 = Difference(1e-3, 1e-6)
 """Equal arithmetic in another order."""
-ROUNDED = Tolerance(0.6, 0.5)
+ROUNDED = Difference(0.6, 0.5)
 """16-bit floats, or activations rounded to int8: noise in every layer. On SmolLM2-135M in 4 bits, int8 activations give
 0.18 and 0.02 on these random tokens, scales of one layer shifted by a group 1.06 and 1.98."""
+NOISE = 2.0
+"""How many times what rounding inputs alone does is allowed beyond that: a model that 2 bits broke multiplies it (on
+SmolLM2-135M 2.0 and 0.6, and int8 activations give 2.5 and 0.7)."""
 
 
 @dataclass(frozen=True)
@@ -115,9 +119,20 @@ def check_program(program: Artifact, checkpoint: Artifact) -> float:
     _check_companions(program.path, checkpoint.path)
     ids = probe(traits)
     found = _fresh_logits(program, traits, ids)
-    eager = dataclasses.replace(traits, runtime="eager")
-    expected = Eager.load(checkpoint.path, eager).open(1, ids.size).step(ids[None], logits="all")[0]
-    return _compare(found, expected, _tolerance(traits, _spec(checkpoint)), program.path)
+    eager = Eager.load(checkpoint.path, dataclasses.replace(traits, runtime="eager"))
+    expected = eager.open(1, ids.size).step(ids[None], logits="all")[0]
+    if not np.isfinite(expected).all():
+        raise ConformanceError(f"{program.path}: its checkpoint's logits are not finite in eager")
+    difference = _difference(found, expected)
+    allowed = _tolerance(traits, _spec(checkpoint))
+    if allowed == ROUNDED and not _is_within(difference, allowed) and isinstance(eager, DecoderProgram):
+        allowed = _amplified(_difference(_rounded_logits(eager, ids), expected))
+    if not _is_within(difference, allowed):
+        raise ConformanceError(
+            f"{program.path}: its logits are not those of its checkpoint: largest difference {difference.largest:.2g}, "
+            f"allowed {allowed.largest:.2g}; mean KL {difference.kl_mean:.2g}, allowed {allowed.kl_mean:.2g}"
+        )
+    return difference.largest
 
 
 def check_files(folder: Path) -> list[Finding]:
@@ -305,31 +320,45 @@ def _fresh_logits(program: Artifact, traits: Traits, ids: Ints) -> Logits:
     return found
 
 
-def _tolerance(traits: Traits, spec: ModelSpec) -> Tolerance:
+def _tolerance(traits: Traits, spec: ModelSpec) -> Difference:
     is_exact = traits.dtype == spec.dtype == "float32" and "accuracy_level 4" not in traits.kernels
     return FLOAT32 if is_exact else ROUNDED
 
 
-def _compare(found: Logits, expected: Logits, tolerance: Tolerance, path: Path) -> float:
-    """Largest relative difference of logits (tokens, vocab), refused beyond the tolerance."""
+def _difference(found: Logits, expected: Logits) -> Difference:
+    """Between two programs' finite logits (tokens, vocab)."""
     ours, theirs = found.astype(np.float64), expected.astype(np.float64)
-    if not np.isfinite(theirs).all():
-        raise ConformanceError(
-            f"{path}: the checkpoint that it was made from gives logits that are not finite in eager"
-        )
     largest = float(np.abs(ours - theirs).max() / np.sqrt(np.mean(theirs**2)))
     log_q, log_p = (x - x.max(-1, keepdims=True) for x in (ours, theirs))
     log_q, log_p = (x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in (log_q, log_p))
-    kl_mean = float((np.exp(log_p) * (log_p - log_q)).sum(-1).mean())
-    for name, value, limit in (
-        ("largest difference", largest, tolerance.largest),
-        ("mean KL", kl_mean, tolerance.kl_mean),
-    ):
-        if value > limit:
-            raise ConformanceError(
-                f"{path}: its logits are not those of its checkpoint: {name} {value:.2g}, allowed {limit:.2g}"
-            )
-    return largest
+    return Difference(largest, float((np.exp(log_p) * (log_p - log_q)).sum(-1).mean()))
+
+
+def _is_within(found: Difference, allowed: Difference) -> bool:
+    return found.largest <= allowed.largest and found.kl_mean <= allowed.kl_mean
+
+
+def _rounded_logits(program: DecoderProgram, ids: Ints) -> Logits:
+    """What a checkpoint computes in eager when quantized linears take inputs rounded to int8. Changes `program`."""
+
+    for linear in program.decoder.spec.linears():
+        if linear.quantization is not None:
+            width = linear.quantization.group_size or linear.in_features
+            program.decoder.linear(linear.name).register_forward_pre_hook(partial(_round_inputs, width))
+    logits: Logits = program.open(1, ids.size).step(ids[None], logits="all")[0]
+    return logits
+
+
+def _round_inputs(width: int, module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:  # noqa: ARG001
+    """A forward pre-hook: the input (..., in) in blocks of `width`, each on a symmetric int8 grid of its own."""
+    blocks = inputs[0].reshape(*inputs[0].shape[:-1], -1, width)
+    step = (blocks.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-12)
+    return ((blocks / step).round().mul(step).reshape(inputs[0].shape),)
+
+
+def _amplified(noise: Difference) -> Difference:
+    """What to allow a model in which rounding inputs alone makes this difference."""
+    return Difference(max(ROUNDED.largest, NOISE * noise.largest), max(ROUNDED.kl_mean, NOISE * noise.kl_mean))
 
 
 def _verify_checkpoint(artifact: Artifact, source: Artifact | None) -> Iterator[Finding]:

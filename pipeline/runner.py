@@ -256,8 +256,11 @@ class Run:
         cached = self.store.get(key)
         if cached is None:
             log.info("%s / %s: %s starts", chain, step.name, key[:SHORT])
-            with Cost() as cost:
-                artifact = self.store.build(key, format, step, write, after=after, accept=accept)
+            try:
+                with Cost() as cost:
+                    artifact = self.store.build(key, format, step, write, after=after, accept=accept)
+            except ConformanceError as error:
+                raise ConformanceError(f"{chain} / {step.name}: {error}") from error
             self.store.remember_cost(key, cost.cost)
             log.info(
                 "%s / %s: %s finished in %.1f s, peak memory %.2f GB",
