@@ -10,8 +10,9 @@ from pathlib import Path
 
 from strop.calibration.text import documents, overlap
 from strop.errors import UserError, did_you_mean
+from strop.families import FAMILIES
 from strop.gate import check_gates, show
-from strop.recipe import Chain, NamedStage, Recipe
+from strop.recipe import EAGER, Chain, NamedStage, Recipe
 from strop.report import aligned
 from strop.sources import describe
 from strop.spec import ModelSpec
@@ -69,10 +70,9 @@ class CheckResult:
         total = sum(max(1.0, x.plan.seconds) for x in self.steps if not x.is_shared)
         peak = max((x.plan.memory_bytes for x in self.steps), default=0)
         spec = self.spec
-        head = (
-            f"{self.source}: {spec.family}, {len(spec.layers)} layers, {spec.num_parameters() / 1e6:.0f} M parameters, "
-            f"{show(spec.size_bytes(), 'bytes')} in {spec.dtype}"
-        )
+        inside = f"{len(spec.layers)} layers, {spec.num_parameters() / 1e6:.3g} M parameters"
+        known = inside if spec.family in FAMILIES else "not a family that strop knows"
+        head = f"{self.source}: {spec.family}, {known}, {show(spec.size_bytes(), 'bytes')} in {spec.dtype}"
         end = f"about {total:.0f} s and {show(peak, 'bytes')} beside libraries, measuring apart; nothing was run"
         notes = ["", "notes:", *(f"  {x}" for x in self.notes)] if self.notes else []
         return "\n".join([head, "", *aligned(lines), *notes, "", end])
@@ -104,6 +104,11 @@ def check(recipe: Recipe, store: Store) -> CheckResult:
             notes.update({f"{chain.name} / {stage.name}: {x}": None for x in plan.notes})
         for export in recipe.with_eager() if chain.name == "parent" else recipe.exports:
             _check_format(export, format, after=chain)
+            if current.family not in FAMILIES and export.use != EAGER:
+                raise UserError(
+                    f"{export.place} ({export.name}): {current.family} is not a family that strop knows, it runs "
+                    f"in eager only; known: {', '.join(FAMILIES)}"
+                )
             plan = _plan(export, current, num_tokens)
             here = (*path, _identity(export))
             steps.append(Planned(chain.name, export.name, plan, here in done))

@@ -114,6 +114,7 @@ class Run:
     programs: dict[str, Artifact] = field(default_factory=dict)
     _tokens: Path | None = None
     _old_speeds: list[str] = field(default_factory=list)
+    _began: str = field(default_factory=lambda: _now())
 
     @property
     def threads(self) -> int:
@@ -344,7 +345,7 @@ class Run:
             found = {"measured_at": _now(), "measurements": {k: m.to_json() for k, m in measured.items()}}
             if not any(_is_noisy(x) for x in measured.values()):  # a noisy machine is worth another try, not a memory
                 self.store.remember("measurements", key, found)
-        elif metric.kind == "speed":
+        elif metric.kind == "speed" and found["measured_at"] < self._began:
             self._old_speeds.append(found["measured_at"])
         for quantity, data in found["measurements"].items():
             row.measurements[f"{name}.{quantity}"] = Measurement.from_json(data)

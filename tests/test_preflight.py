@@ -82,3 +82,14 @@ def test_an_order_of_formats_that_cannot_be_is_refused(model: Path) -> None:
         checked(
             model, stages=[{"use": "strop.export.eager", "name": "run"}, {"use": "rtn", "name": "w4", "group_size": 16}]
         )
+
+
+def test_an_unknown_family_runs_in_eager_and_nowhere_else(tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path / "tiny", "stablelm")
+    found = checked(folder, stages=[], export=[{"use": "eager"}])
+    assert "runs through transformers" in found.notes[0]
+    assert "not a family that strop knows" in found.table()
+    with pytest.raises(UserError, match=r"export\[0\] \(onnx_runtime\): stablelm is not a family that strop knows"):
+        checked(folder, stages=[])
+    with pytest.raises(UserError, match=r"stages\[0\] \(w4\): .*stablelm"):
+        checked(folder, export=[{"use": "eager"}])
