@@ -47,25 +47,30 @@ def main() -> int:
             return 1
         takes = time.monotonic() - began
         print(f"undisturbed: {takes:.1f} s")
-        spent = 0.0
-        for number in range(1, args.kills + 1):
-            process = start(recipe, place / "broken")
-            began = time.monotonic()
+        kills, stores = 0, [place / "broken-1"]
+        while kills < args.kills:
+            process = start(recipe, stores[-1])
             try:
-                code = process.wait(takes * generator.uniform(0.02, 0.4))
-                print(f"kill {number}: too late, it had ended with {code}")
+                process.wait(takes * generator.uniform(0.02, 0.4))
+                stores.append(place / f"broken-{len(stores) + 1}")
+                print(f"ended before a kill: goes on with store {len(stores)}")
             except subprocess.TimeoutExpired:
                 process.send_signal(signal.SIGKILL)
                 process.wait()
-                print(f"kill {number}: after {time.monotonic() - began:.1f} s")
-            spent += time.monotonic() - began
-        began = time.monotonic()
-        if start(recipe, place / "broken").wait() != 0:
+                kills += 1
+                print(f"kill {kills}")
+        if any(start(recipe, store).wait() != 0 for store in stores):
             return 1
-        print(f"the last try: {time.monotonic() - began:.1f} s, all tries: {spent + time.monotonic() - began:.1f} s")
-        whole, broken = objects(place / "whole"), objects(place / "broken")
-        differing = sorted(name for name in whole.keys() | broken.keys() if whole.get(name) != broken.get(name))
-        print(f"{len(whole)} files, {len(differing)} differ" + "".join(f"\n  {x}" for x in differing))
+        whole = objects(place / "whole")
+        differing = []
+        for store in stores:
+            broken = objects(store)
+            names = sorted(whole.keys() | broken.keys())
+            differing += [f"{store.name}/{x}" for x in names if whole.get(x) != broken.get(x)]
+        print(
+            f"{len(whole)} files, {len(stores)} stores, {len(differing)} differ"
+            + "".join(f"\n  {x}" for x in differing)
+        )
         return 1 if differing else 0
 
 
