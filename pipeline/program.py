@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from strop import plugin
-from strop.artifact import Artifact, read_manifest
+from strop.artifact import Artifact, read_manifest, write_manifest
 from strop.errors import UserError
 from strop.stage import Stage
 
@@ -262,6 +262,37 @@ class Loader(Protocol):
         """The program that its `run` wrote into `path`, ready to run."""
 
 
+@runtime_checkable
+class Rounding(Protocol):
+    """What an export stage has besides whose programs round more than their dtype does."""
+
+    @staticmethod
+    def write_exact(path: Path, traits: Traits, out: Path) -> Traits | None:
+        """Write into `out` the program of `path` without that rounding: it tells a wrong program from a coarse one.
+
+        Returns:
+            Its traits; None, and nothing is written, where `path` does not round either.
+        """
+
+
+def write_exact(artifact: Artifact, out: Path) -> Artifact | None:
+    """A program's twin that rounds no more than its dtype does; None where it is one itself.
+
+    Args:
+        artifact: A program.
+        out: An empty folder.
+    """
+    manifest = read_manifest(artifact.path)
+    assert manifest.traits is not None, "a program"
+    traits = Traits(**manifest.traits)
+    stage = _export(traits)
+    exact = stage.write_exact(artifact.path, traits, out) if isinstance(stage, Rounding) else None
+    if exact is None:
+        return None
+    write_manifest(out, dataclasses.replace(manifest, traits=dataclasses.asdict(exact)))
+    return dataclasses.replace(artifact, path=out)
+
+
 def open_program(artifact: Artifact, threads: int | None = None) -> Program:
     """Load a program from the store or any folder, through the runtime that wrote it.
 
@@ -276,5 +307,9 @@ def open_program(artifact: Artifact, threads: int | None = None) -> Program:
     if manifest.traits is None:
         raise UserError(f"{artifact.path}: a {manifest.format}, not a program: export it first")
     traits = Traits(**manifest.traits)
-    stage = plugin.find("export", traits.runtime, Stage)  # type: ignore[type-abstract]  # it finds concrete ones
-    return cast(type[Loader], stage).load(artifact.path, traits if threads is None else with_threads(traits, threads))
+    stage = cast(type[Loader], _export(traits))
+    return stage.load(artifact.path, traits if threads is None else with_threads(traits, threads))
+
+
+def _export(traits: Traits) -> type[Stage]:
+    return plugin.find("export", traits.runtime, Stage)  # type: ignore[type-abstract]  # it finds concrete ones

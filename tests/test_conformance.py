@@ -8,17 +8,21 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from references import tiny_folder
 from safetensors.torch import load_file, save_file
 
+from strop import faults
 from strop.artifact import Artifact, Manifest, hash_file, list_files, read_manifest, write_manifest
-from strop.conformance import check_checkpoint, check_program, verify
+from strop.conformance import FLOAT32, check_checkpoint, check_program, verify
 from strop.errors import ConformanceError, UserError
 from strop.export.eager import Eager
+from strop.export.onnx_runtime import OnnxRuntime
 from strop.methods.rtn import Rtn
 from strop.model import read_spec
+from strop.spec import ModelSpec
 from strop.stage import Context, Stage
 
 KEYS = ("a" * 64, "b" * 64, "c" * 64)
@@ -249,6 +253,35 @@ def test_a_program_that_computes_something_else_is_found(artifacts: list[Artifac
     rewrite(program, swap_layers)
     with pytest.raises(ConformanceError, match="logits are not those of its checkpoint"):
         verify(program.path)
+
+
+def slightly_wrong_scales(slots: faults.Slots, spec: ModelSpec) -> None:
+    slot = slots["model.layers.1.mlp.down_proj.scales"]
+    slot_values = np.frombuffer(slot.read(), np.float32) * np.float32(1.02)
+    with slot.file.open("r+b") as file:
+        file.seek(slot.offset)
+        file.write(slot_values.tobytes())
+
+
+@pytest.fixture(scope="module")
+def rounding(originals: Path) -> tuple[Artifact, Artifact]:
+    """A checkpoint, and its program whose activations are rounded to int8."""
+    source = Artifact(originals / KEYS[0], "checkpoint", KEYS[0])
+    packed = apply(Rtn(bits=4, group_size=16), source, originals / "rounding-packed", 1)
+    return packed, apply(OnnxRuntime(), packed, originals / "rounding-program", 2)
+
+
+def test_a_program_that_rounds_activations_passes(rounding: tuple[Artifact, Artifact]) -> None:
+    packed, program = rounding
+    assert check_program(program, packed) > FLOAT32.largest
+
+
+@pytest.mark.parametrize("fault", [*faults.FAULTS, faults.Fault("scales 2 % off", slightly_wrong_scales)], ids=str)
+def test_rounding_hides_no_fault(rounding: tuple[Artifact, Artifact], fault: faults.Fault, tmp_path: Path) -> None:
+    packed, program = rounding
+    planted = faults.plant(fault, program, tmp_path / "planted")
+    with pytest.raises(ConformanceError, match="without rounding its activations, its logits are not those"):
+        check_program(planted, packed)
 
 
 def test_logits_that_are_not_finite_are_found_without_the_checkpoint(artifacts: list[Artifact]) -> None:

@@ -6,6 +6,7 @@ graph serves prefill and decoding; keys and values are updated in place. Activat
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -69,7 +70,7 @@ class OnnxRuntime(Stage):
             context=spec.max_positions,
             vocab_size=spec.vocab_size,
             takes_trees=self.trees,
-            kernels=f"MatMulNBits accuracy_level {self.accuracy_level}" if is_quantized else "MatMul float32",
+            kernels=_kernels(self.accuracy_level) if is_quantized else "MatMul float32",
         )
 
     @staticmethod
@@ -78,6 +79,27 @@ class OnnxRuntime(Stage):
         from strop.export.onnx_runtime import session
 
         return session.load(path, traits)
+
+    @staticmethod
+    def write_exact(path: Path, traits: Traits, out: Path) -> Traits | None:
+        """See `program.Rounding`: inputs of quantized linears stay float32.
+
+        Raises:
+            MissingExtra: No onnx-ir.
+        """
+        if traits.kernels != _kernels(4):
+            return None
+        try:
+            from strop.export.onnx_runtime.graph import copy_model
+        except ModuleNotFoundError as error:
+            raise MissingExtra("onnx-ir", "onnx", "checking an onnx_runtime program") from error
+        copy_model(path, out, accuracy_level=1)
+        return dataclasses.replace(traits, kernels=_kernels(1))
+
+
+def _kernels(accuracy_level: int) -> str:
+    """What the traits say computes quantized linears."""
+    return f"MatMulNBits accuracy_level {accuracy_level}"
 
 
 WRITTEN_PER_SECOND = 2e8

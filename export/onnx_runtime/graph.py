@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -50,6 +51,16 @@ def write_model(spec: ModelSpec, weights: Weights, out: Path, *, accuracy_level:
     ir.save(ir.Model(graph, ir_version=IR_VERSION, producer_name="strop", metadata_props=metadata), out / layout.MODEL)
     operators = [node.op_type for node in graph]
     return {name: operators.count(name) for name in sorted(set(operators))}
+
+
+def copy_model(source: Path, out: Path, *, accuracy_level: int) -> None:
+    """Write the program of one folder into another, with another accuracy level of MatMulNBits."""
+    model = ir.load(source / layout.MODEL)
+    for node in model.graph:
+        if node.op_type == "MatMulNBits":
+            node.attributes.add(ir.AttrInt64("accuracy_level", accuracy_level))
+    ir.save(model, out / layout.MODEL)
+    shutil.copyfile(source / layout.DATA, out / layout.DATA)
 
 
 class _DataFile:
