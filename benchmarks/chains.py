@@ -1,0 +1,111 @@
+"""Chains of stages against each other: KL to the parent, bytes, seconds, memory. Results: `rotate.md` and others.
+
+    python benchmarks/chains.py MODEL CALIBRATION.txt MEASURE.txt WORK "rtn" "rotate + rtn" "rtn bits=3" ...
+
+MODEL is anything that a recipe's `model.source` takes. A chain is stages with their fields as a recipe names them; the
+ratios are to the first. What chains have in common is built once. Each stage runs in a process of its own and is
+resumed where it was killed. Windows and calibration are those of `gptq.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import yaml
+from gptq import KEY, LENGTH, compare, fixed_windows, hidden_states
+
+from strop import plugin
+from strop.artifact import Artifact, Manifest, write_manifest
+from strop.calibration.text import documents
+from strop.calibration.tokens import windows
+from strop.model import load_decoder, load_tokenizer, read_spec
+from strop.sources import fetch
+from strop.stage import Context, Stage
+from strop.statistics import bootstrap_ratio_of_means
+
+
+def build(work: Path, before: str, text: str, threads: int) -> None:
+    """Run one stage on what the chain `before` gave and write what it took next to its output."""
+    use, *given = text.split()
+    fields = {key: yaml.safe_load(value) for key, value in (x.split("=", 1) for x in given)}
+    stage = plugin.find("methods", use, Stage).model_validate(fields)
+    name = f"{before} + {text}" if before else text
+    out, scratch = work / name, work / f"{name}.scratch"
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir()
+    is_resumed = scratch.exists() and any(scratch.iterdir())
+    scratch.mkdir(exist_ok=True)
+    start = time.perf_counter()
+    context = Context(scratch, threads=threads, calibration=work / "tokens.npy")
+    result = stage.run(Artifact(work / (before or "parent"), "checkpoint", KEY), out, context)
+    seconds = time.perf_counter() - start
+    write_manifest(out, Manifest("checkpoint", KEY, result["spec"].to_json(), report=result["report"]))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    (work / f"{name}.json").write_text(json.dumps({"seconds": None if is_resumed else seconds, "peak_bytes": peak}))
+
+
+@torch.inference_mode()
+def logit_error(parent: Path, hidden: torch.Tensor, other: Path, ids: torch.Tensor) -> float:
+    """Largest difference of a logit in the first window, relative to the root mean square of the parent's."""
+    expected = load_decoder(parent).logits(hidden[0])
+    found = load_decoder(other).logits(hidden_states(other, ids[:1])[0])
+    return float((found - expected).abs().max() / expected.square().mean().sqrt())
+
+
+def main() -> None:
+    """Build what WORK does not hold yet, measure, print a row for each chain."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    for name in ("model", "calibration", "measure"):
+        parser.add_argument(name)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("chains", nargs="+")
+    parser.add_argument("--samples", type=int, default=128)
+    parser.add_argument("--windows", type=int, default=24)
+    parser.add_argument("--skip", type=int, default=0, help="windows at the start of MEASURE that are left out")
+    parser.add_argument("--threads", type=int, default=2)
+    arguments = parser.parse_args()
+    work, parent = arguments.work, arguments.work / "parent"
+    if not parent.exists():
+        parent.mkdir(parents=True)
+        fetch(arguments.model, "float32", parent)
+    tokenizer = load_tokenizer(parent)
+    text = documents(arguments.calibration, "calibration")
+    np.save(work / "tokens.npy", windows(text, tokenizer, arguments.samples, LENGTH, seed=0))
+    for chain in arguments.chains:
+        stages = chain.split(" + ")
+        for i, stage in enumerate(stages):
+            if not (work / f"{' + '.join(stages[: i + 1])}.json").exists():
+                call = f"build(Path({str(work)!r}), {' + '.join(stages[:i])!r}, {stage!r}, {arguments.threads})"
+                code = f"from chains import *; {call}"
+                subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, check=True)
+    torch.set_num_threads(arguments.threads)
+    ids = fixed_windows(tokenizer, arguments.measure, arguments.skip + arguments.windows)[arguments.skip :]
+    hidden = hidden_states(parent, ids)
+    first = None
+    for chain in arguments.chains:
+        scores = compare(parent, hidden, work / chain, ids)
+        cost = json.loads((work / f"{chain}.json").read_text())
+        seconds = "resumed" if cost["seconds"] is None else f"{cost['seconds']:.0f} s"
+        print(
+            f"| {chain} | KL {scores['kl'].mean():.4g} | same top {100 * scores['same_top'].mean():.2f} % "
+            f"| perplexity {np.exp(scores['loss'].mean()):.3f} (parent {np.exp(scores['loss_parent'].mean()):.3f}) "
+            f"| logits within {logit_error(parent, hidden, work / chain, ids):.2g} "
+            f"| {read_spec(work / chain).size_bytes()} bytes | {seconds} | {cost['peak_bytes'] / 1e6:.0f} MB |",
+            flush=True,
+        )
+        first = scores if first is None else first
+        ratio = bootstrap_ratio_of_means(scores["kl"], first["kl"], np.arange(len(ids)))
+        print(f"  KL ratio {ratio.value:.3f}, 95 % bounds {ratio.lower:.3f} to {ratio.upper:.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
