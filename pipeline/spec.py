@@ -143,6 +143,11 @@ class LayerSpec:
     softcap: float | None = None
     kv_from_layer: int | None = None
 
+    def groups(self) -> list[list[Linear]]:
+        """Its linears by the input that they read, in the order of computation: attention's, `o`, the MLP's, `down`."""
+        roles = (("qkv", "q", "k", "v"), ("o",), ("gate_up", "gate", "up"), ("down",))
+        return [[self.linears[role] for role in part if role in self.linears] for part in roles]
+
     def norms(self) -> Iterator[Norm]:
         """Every norm of the layer that is there."""
         for norm in (

@@ -74,3 +74,22 @@ def test_quantizing_twice_or_by_a_group_that_does_not_divide_is_refused() -> Non
         once.quantize({name: Quantization(8, 16, True)})
     with pytest.raises(UserError, match=r"32 does not divide the 80 inputs of model.layers.0.mlp.down_proj.*\[16\]"):
         spec.quantize({name: Quantization(4, 32, True)})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_linears_of_a_group_read_the_same_input(family: str) -> None:
+    decoder = decoder_of(tiny_model(family))
+    read: dict[str, torch.Tensor] = {}
+    for linear in decoder.spec.linears():
+        decoder.linear(linear.name).register_forward_pre_hook(
+            lambda _, inputs, name=linear.name: read.__setitem__(name, inputs[0])
+        )
+    ids = torch.arange(2, 9)[None]
+    with torch.no_grad():
+        for index, layer in enumerate(decoder.spec.layers):
+            decoder.block(index, decoder.embed(ids, torch.arange(7)[None]))
+            groups = layer.groups()
+            assert [x for group in groups for x in group] == list(layer.linears.values())
+            assert len(groups) == 4
+            for group in groups:
+                assert all(torch.equal(read[x.name], read[group[0].name]) for x in group)
