@@ -12,6 +12,7 @@ stream W diag(g) Q with gain 1 left in the norm, and one that writes it Qᵀ W; 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -309,7 +310,7 @@ def walsh(x: Tensor) -> Tensor:
         low, high = x.reshape(*shape[:-1], -1, 2, half).unbind(-2)
         x = torch.stack((low + high, low - high), -2).reshape(shape)
         half *= 2
-    return x / size**0.5
+    return x / math.sqrt(size)
 
 
 def hadamard_order(size: int) -> int | None:
