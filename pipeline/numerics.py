@@ -80,7 +80,8 @@ def search_scales(weight: Tensor, quantization: Quantization, importance: Tensor
     Args:
         weight: W (out, in), any float dtype.
         quantization: Bits, group size, symmetric or not.
-        importance: (in,), not negative; the energy Σ x² of each input is what output error asks for.
+        importance: (in,), not negative; the energy Σ x² of each input is what output error asks for. Or the Hessians
+            Σ x xᵀ within each group (groups, group_size, group_size): then it is the output error of each group.
 
     Returns:
         As `find_scales`, which wins where all is equal.
@@ -94,7 +95,7 @@ def _search(weight: Tensor, quantization: Quantization, importance: Tensor) -> t
     """`search_scales` over a few rows."""
     lowest, highest = code_range(quantization.bits)
     groups = grouped(weight, quantization.group_size)
-    weights = importance.reshape(groups.shape[1:])
+    weights = importance if importance.ndim == 3 else importance.reshape(groups.shape[1:])
     extreme, best_zero = find_scales(weight, quantization)
     best_scale, low = extreme, groups.amin(-1).clamp(max=0)
     least = _weighted_error(groups, best_scale, best_zero, weights, quantization.bits)
@@ -112,10 +113,13 @@ def _search(weight: Tensor, quantization: Quantization, importance: Tensor) -> t
 
 
 def _weighted_error(groups: Tensor, scale: Tensor, zero: Tensor, weights: Tensor, bits: int) -> Tensor:
-    """Σ weights · (W - Ŵ)² of each group: (out, groups)."""
+    """Σ weights · (W - Ŵ)² of each group, or (W - Ŵ) H (W - Ŵ)ᵀ where weights are Hessians H: (out, groups)."""
     lowest, highest = code_range(bits)
     s, z = scale[..., None], zero[..., None].float()
     error = ((groups / s).round_() + z).clamp_(lowest, highest).sub_(z).mul_(s).sub_(groups)
+    if weights.ndim == 3:
+        rows = error.transpose(0, 1)
+        return (rows @ weights).mul_(rows).sum(-1).T
     return error.square_().mul_(weights).sum(-1)
 
 

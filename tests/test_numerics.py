@@ -137,3 +137,38 @@ def test_packed_codes_come_back(bits: int, axis: int) -> None:
     assert words.dtype == torch.int32
     assert words.shape[axis] == -(-codes.shape[axis] * bits // 32)
     assert torch.equal(unpack(words, bits, (13, 37), axis), codes)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_diagonal_hessian_is_the_importance_of_its_diagonal(form: Quantization) -> None:
+    weight = weights(rows=11, width=40)
+    importance = torch.rand(40, generator=torch.Generator().manual_seed(1)) ** 4
+    hessians = torch.stack([torch.diag(x) for x in importance.split(form.group_size or 40)])
+    for found, expected in zip(
+        search_scales(weight, form, hessians), search_scales(weight, form, importance), strict=True
+    ):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_scales_searched_by_a_hessian_leave_the_least_output_error_of_those_tried(symmetric: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(50, 20, generator=generator) @ torch.randn(20, 20, generator=generator)
+    weight, form = weights(rows=6, width=20), Quantization(3, 10, symmetric)
+    parts = [x[:, :10], x[:, 10:]]
+    scale, zero = search_scales(weight, form, torch.stack([part.T @ part for part in parts]))
+    first, first_zero = find_scales(weight, form)
+
+    def lost(row: int, group: int, s: Tensor, z: Tensor) -> float:
+        w = weight[row : row + 1, 10 * group : 10 * group + 10]
+        error = slow_round(w, s.reshape(1, 1), z.reshape(1, 1), 3) - w
+        return float((parts[group] @ error[0]).square().sum())
+
+    for row, group in itertools.product(range(6), range(2)):
+        tried = [lost(row, group, first[row, group], first_zero[row, group])]
+        low = weight[row, 10 * group : 10 * group + 10].min().clamp(max=0)
+        for shrink, sign in itertools.product(numerics.SHRINKS, (1, -1) if symmetric else (1,)):
+            s = round_scales(first[row, group] * (shrink * sign))
+            z = first_zero[row, group] if symmetric else (-4 - low * shrink / s).round().clamp(-4, 3).to(torch.int8)
+            tried.append(lost(row, group, s, z))
+        assert lost(row, group, scale[row, group], zero[row, group]) == pytest.approx(min(tried), rel=1e-3)
