@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 from statistics import mean, median, pstdev
+from typing import Protocol
 
 from strop.worker import Timing, Worker
 
@@ -32,6 +33,22 @@ SMALLEST_CPU_SHARE = 0.85
 """Of the share of its threads' time that an arm computed for when it had warmed up."""
 MOST_RERUNS = 0.5
 """Pairs repeated, as a share of the pairs wanted, before the machine counts as noisy."""
+
+
+class Effort(Protocol):
+    """What the guards want to know of something that a process did."""
+
+    @property
+    def wall_s(self) -> float:
+        """How long it took."""
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU time of all threads of the process meanwhile."""
+
+    @property
+    def involuntary_switches(self) -> int:
+        """How often the kernel took a core away from the process meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +126,7 @@ class Duel:
             arms = (self.ours, self.theirs) if index % 2 == 0 else (self.theirs, self.ours)
             stolen = stolen_share()
             timings = [arm.worker.decode(self.load.prompts[prompt], self.load.new_tokens) for arm in arms]
-            objection = _objection(arms, timings, stolen(), self.load.threads)
+            objection = object_to(timings, [arm.cpu_share for arm in arms], stolen(), self.load.threads)
             ours, theirs = timings if index % 2 == 0 else timings[::-1]
             if objection:
                 self.disturbed.append(Pair(prompt, ours, theirs))
@@ -130,7 +147,7 @@ def warm_up(worker: Worker, load: Load) -> Arm:
         is_late = time.monotonic() - start > WARM_UP_SECONDS and len(timings) >= WARM_UP_WINDOW
         if is_late or is_steady([x.wall_s for x in timings]):
             break
-    share = median(_cpu_share(x, load.threads) for x in timings[-WARM_UP_WINDOW:])
+    share = median(cpu_share(x, load.threads) for x in timings[-WARM_UP_WINDOW:])
     return Arm(worker, timings[0], tuple(x.wall_s for x in timings), share)
 
 
@@ -159,21 +176,29 @@ def cores_for(threads: int) -> list[int] | None:
     return sorted(os.sched_getaffinity(0))[:threads] if hasattr(os, "sched_getaffinity") else None
 
 
-def _objection(arms: Sequence[Arm], timings: Sequence[Timing], stolen: float, threads: int) -> str | None:
-    """Why a pair does not count."""
+def object_to(efforts: Sequence[Effort], usual: Sequence[float], stolen: float, threads: int) -> str | None:
+    """Why what was timed together does not count; None where it does.
+
+    Args:
+        efforts: What each process did.
+        usual: The share of its threads' time that each computes for otherwise.
+        stolen: Share of the cores' time that went to other virtual machines meanwhile.
+        threads: Of each process.
+    """
     if stolen > LARGEST_STEAL:
         return f"{stolen:.0%} of the processor stolen"
-    for arm, timing in zip(arms, timings, strict=True):
-        switches = timing.involuntary_switches / timing.cpu_s
+    for effort, share in zip(efforts, usual, strict=True):
+        switches = effort.involuntary_switches / effort.cpu_s
         if switches > LARGEST_SWITCHES:
             return f"{switches:.0f} involuntary context switches per second of computing"
-        if _cpu_share(timing, threads) < SMALLEST_CPU_SHARE * arm.cpu_share:
-            return f"computed for {_cpu_share(timing, threads):.0%} of the time instead of {arm.cpu_share:.0%}"
+        if cpu_share(effort, threads) < SMALLEST_CPU_SHARE * share:
+            return f"computed for {cpu_share(effort, threads):.0%} of the time instead of {share:.0%}"
     return None
 
 
-def _cpu_share(timing: Timing, threads: int) -> float:
-    return timing.cpu_s / (timing.wall_s * threads)
+def cpu_share(effort: Effort, threads: int) -> float:
+    """CPU time over wall time and threads."""
+    return effort.cpu_s / (effort.wall_s * threads)
 
 
 def _jiffies() -> tuple[int, int]:

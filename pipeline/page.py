@@ -5,7 +5,7 @@ One file without a script and without a request to anywhere: it can be mailed, a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from html import escape
 from importlib.resources import files
@@ -21,6 +21,7 @@ from strop.errors import ExitCode
 from strop.gate import Outcome, Verdict, show, summary
 from strop.metric import Estimate, Measurement
 from strop.report import REPORT, Report, Row, StageRecord
+from strop.statistics import transform
 
 ICONS: Mapping[str, str] = {"PASS": "✓", "FAIL": "✕", "INCONCLUSIVE": "?", "NOT_MEASURED": "∅"}
 MEANING: Mapping[int, str] = {
@@ -34,6 +35,8 @@ LONGEST_BAR = 55
 """Percent of a card's width: the duration stands beside the bar."""
 MOST_LINES = 6
 """Rows in one line plot; those of the Pareto front first."""
+STEP_COST, ROOFLINE = "step_cost.t1_ms", "roofline.mbu"
+"""Measurements whose detail holds the curves, and the points under the roof."""
 SEVERITY: tuple[Outcome, ...] = ("FAIL", "INCONCLUSIVE", "NOT_MEASURED", "PASS")
 
 
@@ -59,8 +62,7 @@ def html(found: Report) -> str:
     """The report as one self-contained page."""
     parts = [
         _header(found), _tiles(found), _picture(found), _rows(found), _gates(found), _stages(found), _distance(found),
-        _notes(found),
-        _details(found),
+        _roofline(found), _step_cost(found), _notes(found), _details(found),
     ]  # fmt: skip
     style = files("strop").joinpath("page.css").read_text(encoding="utf-8")
     return (
@@ -279,18 +281,99 @@ def _distance(found: Report) -> str:
             names.append(row.name)
     if not names or not any(y for s in by_position for y in s.values):
         return ""
-    figures = "".join(
+    figures = _line_figures(
+        (by_position, ("position in the window", "mean KL, nats"), (False, True)),
+        (histogram, ("KL of a token, nats", "share of tokens, %"), (True, False)),
+    )
+    body = f'<div class="pair">{figures}</div>{_legend(names, len(rows))}'
+    return _section("Where the distance comes from", body)
+
+
+def _step_cost(found: Report) -> str:
+    """t(k) of each row, relative to one token and in ms, after the first number of cached tokens."""
+    rows = _front_first(found, STEP_COST)
+    relative, absolute, names = [], [], []
+    for row in rows[:MOST_LINES]:
+        if curves := row.measurements[STEP_COST].detail.get("curves"):
+            points = curves[0]["points"]
+            widths, cached = [x["width"] for x in points], curves[0]["cached"]
+            relative.append(plots.Series(row.name, widths, [x["ratio"]["value"] for x in points]))
+            absolute.append(plots.Series(row.name, widths, [x["ms"]["value"] for x in points]))
+            names.append(row.name)
+    if not names:
+        return ""
+    figures = _line_figures(
+        (relative, ("new tokens in a step", "time of a step, × that of one token"), (True, True)),
+        (absolute, ("new tokens in a step", "time of a step, ms"), (True, True)),
+    )
+    note = (
+        f'<p class="muted">After {cached} cached tokens, with logits of every new one. '
+        "Where the line is flat, checking drafted tokens costs little.</p>"
+    )
+    return _section("What a wider step costs", f'<div class="pair">{figures}</div>{_legend(names, len(rows))}{note}')
+
+
+def _roofline(found: Report) -> str:
+    """Each row's decoding and prefill under the peaks that were measured with it."""
+    rows = _front_first(found, ROOFLINE)
+    drawn = [(_roof(x), _bounds(x)) for x in rows[:MOST_LINES] if "points" in x.measurements[ROOFLINE].detail]
+    if not drawn:
+        return ""
+    roofs, titles = [roof for roof, _ in drawn], ("FLOP per byte", "GFLOP/s")
+    wide = plots.roofline(roofs, width=1040, height=420, titles=titles)
+    narrow = plots.roofline(roofs, width=388, height=340, titles=titles)
+    body = (
+        f'<figure><div class="wide">{wide}</div><div class="narrow">{narrow}</div><figcaption>'
+        "○ decoding one token, □ prefill. Dashed: what reading memory (rising) and one large product (level) reached "
+        f"beside it.</figcaption></figure>{_legend([x.label for x in roofs], len(rows))}"
+        f"<ul>{''.join(f'<li>{escape(words)}</li>' for _, words in drawn)}</ul>"
+    )
+    return _section("How near to the machine's limits", body)
+
+
+def _roof(row: Row) -> plots.Roof:
+    """Its peaks and points, in 10⁹ a second."""
+    detail = row.measurements[ROOFLINE].detail
+    spots = []
+    for name, point in detail["points"].items():
+        speed = transform(Estimate(**point["flops_per_s"]), lambda x: x / 1e9)
+        where = f"{report.bounded(speed, 'GFLOP/s')} at {show(point['intensity'], 'FLOP/byte')}"
+        spots.append(plots.Spot(point["intensity"], speed, f"{row.name}\n{name}: {where}"))
+    reads, products = (detail["peaks"][x]["value"] / 1e9 for x in ("bytes_per_s", "flops_per_s"))
+    return plots.Roof(row.name, reads, products, spots)
+
+
+def _bounds(row: Row) -> str:
+    """What bounds a row, in one line."""
+    words = []
+    for name, point in row.measurements[ROOFLINE].detail["points"].items():
+        memory, arithmetic = (f"{100 * point[x]['value']:.0f} %" for x in ("mbu", "mfu"))
+        words.append(f"{name} is {point['bound']}-bound ({memory} of memory, {arithmetic} of arithmetic)")
+    if gap := row.measurements.get("roofline.gap"):
+        words.append(f"a token takes {show(gap.estimate.value, '×')} its floor")
+    return f"{row.name}: {'; '.join(words)}"
+
+
+def _front_first(found: Report, metric: str) -> list[Row]:
+    """The rows that have a measurement, those of the Pareto front first."""
+    front = {row.name for row in report.pareto(found.rows)}
+    return sorted((x for x in found.rows if metric in x.measurements), key=lambda x: x.name not in front)
+
+
+def _line_figures(*figures: tuple[Sequence[plots.Series], tuple[str, str], tuple[bool, bool]]) -> str:
+    """Line plots, each for wide and narrow windows: series, titles of the axes, which axes are log."""
+    return "".join(
         f'<figure><div class="wide">{plots.lines(series, width=530, height=300, titles=titles, are_log=logs)}</div>'
         f'<div class="narrow">{plots.lines(series, width=388, height=280, titles=titles, are_log=logs)}</div></figure>'
-        for series, titles, logs in (
-            (by_position, ("position in the window", "mean KL, nats"), (False, True)),
-            (histogram, ("KL of a token, nats", "share of tokens, %"), (True, False)),
-        )
+        for series, titles, logs in figures
     )
+
+
+def _legend(names: Sequence[str], num_rows: int) -> str:
+    """Whose line has which colour, and how many rows have none."""
     keys = "".join(f'<span class="key"><i class="s{i}"></i>{escape(x)}</span>' for i, x in enumerate(names))
-    left_out = f" {len(rows) - len(names)} more rows are in report.json." if len(rows) > len(names) else ""
-    body = f'<div class="pair">{figures}</div><p class="legend">{keys}{left_out}</p>'
-    return _section("Where the distance comes from", body)
+    left_out = f" {num_rows - len(names)} more rows are in report.json." if num_rows > len(names) else ""
+    return f'<p class="legend">{keys}{left_out}</p>'
 
 
 def _notes(found: Report) -> str:

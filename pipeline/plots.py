@@ -1,4 +1,4 @@
-"""Pictures as inline SVG: a scatter with intervals, a bound against its limit, lines, steps. Numbers in, text out.
+"""Pictures as inline SVG: a scatter with intervals, a bound against its limit, lines, a roofline. Numbers in, text out.
 
 Colours and fonts are classes that the page styles (page.py). Widths of text are estimated: no font is loaded.
 """
@@ -53,6 +53,37 @@ class Series:
     label: str
     positions: Sequence[float]
     values: Sequence[float | None]
+
+
+@dataclass(frozen=True)
+class Spot:
+    """Something that a program does, under its roof.
+
+    Attributes:
+        intensity: FLOPs per byte.
+        speed: FLOPs per second, in the unit of the roof.
+        title: Text of the tooltip.
+    """
+
+    intensity: float
+    speed: Estimate
+    title: str
+
+
+@dataclass(frozen=True)
+class Roof:
+    """One program and the peaks that were measured with it.
+
+    Attributes:
+        label: Its name.
+        bytes_per_s, flops_per_s: Peaks, in one unit (both in 10⁹ a second).
+        spots: What it does.
+    """
+
+    label: str
+    bytes_per_s: float
+    flops_per_s: float
+    spots: Sequence[Spot]
 
 
 @dataclass(frozen=True)
@@ -273,6 +304,43 @@ def lines(
         title = f"<title>{escape(s.label)}</title>"
         out.append(f'<polyline class="series s{index}" points="{points}">{title}</polyline>')
     return _svg(width, height, f"{titles[1]} over {titles[0]}: {', '.join(s.label for s in series)}", out)
+
+
+def roofline(roofs: Sequence[Roof], *, width: int, height: int, titles: tuple[str, str]) -> str:
+    """Speed over intensity, both log: under the roof that memory (rising) and arithmetic (level) put over each program.
+
+    The page says whose they are: the k-th program's roof and marks have the class `s<k>`. The first mark of each is
+    round, the others are square.
+
+    Args:
+        roofs: At least one, each with at least one mark.
+        width: Of the picture, pixels.
+        height: Of the picture, pixels.
+        titles: Of the x and the y axis.
+    """
+    area = Box(52, 34, width - 14, height - 42)
+    xs = [x for r in roofs for x in (r.flops_per_s / r.bytes_per_s, *(s.intensity for s in r.spots))]
+    ys = [y for r in roofs for s in r.spots for y in (s.speed.lower, s.speed.value, s.speed.upper) if y > 0]
+    x_axis = _axis([min(xs) / 2, 2 * max(xs)], area.left, area.right, is_log=True)
+    y_axis = _axis([min(ys) / 2, 1.5 * max(*ys, *(r.flops_per_s for r in roofs))], area.bottom, area.top, is_log=True)
+    out = [_frame(area), *_x_ticks(x_axis, area, 6, has_lines=True), *_y_ticks(y_axis, area, 5), *_titles(area, titles)]
+    for index, roof in enumerate(roofs):
+        start = max(x_axis.low, y_axis.low / roof.bytes_per_s)
+        corners = ((start, start * roof.bytes_per_s), (roof.flops_per_s / roof.bytes_per_s, roof.flops_per_s))
+        path = " ".join(f"{x_axis(x):.1f},{y_axis(y):.1f}" for x, y in (*corners, (x_axis.high, roof.flops_per_s)))
+        out.append(f'<polyline class="roof s{index}" points="{path}"><title>{escape(roof.label)}</title></polyline>')
+    for index, roof in enumerate(roofs):
+        for place, spot in enumerate(roof.spots):
+            x, y = x_axis(spot.intensity), y_axis(spot.speed.value)
+            title = f"<title>{escape(spot.title)}</title>"
+            shape = (
+                f'<rect class="spot s{index}" x="{x - 4.5:.1f}" y="{y - 4.5:.1f}" width="9" height="9">{title}</rect>'
+                if place
+                else f'<circle class="spot s{index}" cx="{x:.1f}" cy="{y:.1f}" r="5">{title}</circle>'
+            )
+            out += [_line("whisker", x, y_axis(spot.speed.lower), x, y_axis(spot.speed.upper)), shape]
+    summary = "; ".join(s.title.replace("\n", ", ") for r in roofs for s in r.spots)
+    return _svg(width, height, f"{titles[1]} over {titles[0]}. {summary}", out)
 
 
 def short(value: float) -> str:

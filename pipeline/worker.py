@@ -1,7 +1,8 @@
 """A program in a process of its own, driven over a pipe: what is timed shares no thread, heap or import with the rest.
 
 The child is `python -m strop.worker`. Requests and replies are JSON lines; logits follow their line as bytes.
-Linux tells what the memory figures need; elsewhere the rest works. Leaves out what the timings mean (evals/latency.py).
+What the machine itself can do is timed in the same process, so that cores and threads are those of the program. Linux
+tells what the memory figures need; elsewhere the rest works. Leaves out what the timings mean (evals/).
 """
 
 from __future__ import annotations
@@ -17,18 +18,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, NamedTuple, Self
+from typing import IO, Any, Literal, NamedTuple, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from strop.artifact import open_artifact
 from strop.decoding.plain import Sampler, generate
 from strop.errors import ConformanceError, UserError
-from strop.program import Logits, Program, open_program
+from strop.program import Logits, Program, Session, open_program
 
 STDERR_TAIL = 2000
 """Characters of a dead worker's stderr that its error shows."""
@@ -69,6 +73,26 @@ class Timing:
     def tpot_s(self) -> float:
         """Mean time per output token after the first."""
         return sum(self.token_s) / len(self.token_s)
+
+
+@dataclass(frozen=True)
+class Laps:
+    """Pieces of work timed one after another. What lies between them is in none of the figures.
+
+    Attributes:
+        seconds: Of each.
+        cpu_s: CPU time of all threads of the process meanwhile.
+        involuntary_switches: How often the kernel took a core away from it meanwhile.
+    """
+
+    seconds: tuple[float, ...]
+    cpu_s: float
+    involuntary_switches: int
+
+    @property
+    def wall_s(self) -> float:
+        """Of all of them."""
+        return sum(self.seconds)
 
 
 class Memory(NamedTuple):
@@ -136,6 +160,32 @@ class Worker:
         reply = self._call("decode", prompt=list(prompt), num_tokens=num_tokens)
         return Timing(**{**reply, "token_s": tuple(reply["token_s"]), "tokens": tuple(reply["tokens"])})
 
+    def steps(
+        self, cached: int, width: int, *, count: int, capacity: int, logits: Literal["last", "all"] = "last"
+    ) -> Laps:
+        """Time single steps of one row.
+
+        Args:
+            cached: Tokens that the row holds before each step.
+            width: New tokens of each step.
+            count: Steps to time. One more of the same width goes before them.
+            capacity: Tokens that the session has room for. It is kept for the next call with the same row.
+            logits: Of the last new token or of all.
+
+        Raises:
+            UserError: The capacity is too small, or more than the program's context.
+        """
+        arguments = {"cached": cached, "width": width, "count": count, "capacity": capacity, "logits": logits}
+        return self._laps("steps", **arguments)
+
+    def read(self, size_bytes: int, passes: int) -> Laps:
+        """Time reading so many bytes of memory from front to back, by as many threads as the program has."""
+        return self._laps("read", size_bytes=size_bytes, passes=passes)
+
+    def multiply(self, size: int, passes: int) -> Laps:
+        """Time products of two square matrices of the program's dtype: numpy's in float32, else torch's."""
+        return self._laps("multiply", size=size, passes=passes)
+
     def memory(self) -> Memory:
         """Resident bytes of the process.
 
@@ -174,6 +224,10 @@ class Worker:
         except BrokenPipeError as error:
             raise self._death() from error
         return self._reply()
+
+    def _laps(self, name: str, **arguments: Any) -> Laps:
+        reply = self._call(name, **arguments)
+        return Laps(**{**reply, "seconds": tuple(reply["seconds"])})
 
     def _reply(self) -> Any:
         assert self._process.stdout is not None
@@ -233,6 +287,82 @@ def decode(program: Program, prompt: Sequence[int], num_tokens: int) -> Timing:
     return Timing(times[0], tuple(times[1:]), cpu, switches, tuple(tokens))
 
 
+def steps(
+    program: Program, cached: int, width: int, *, count: int, capacity: int, logits: Literal["last", "all"] = "last"
+) -> Laps:
+    """What `Worker.steps` does, in this process."""
+    session = _filled(program, cached, capacity)
+    ids = np.arange(width, dtype=np.int64)[None] % program.traits.vocab_size
+
+    def pieces() -> Iterator[Callable[[], object]]:
+        session.step(ids, logits=logits)
+        for _ in range(count):
+            session.truncate([cached])
+            yield partial(session.step, ids, logits=logits)
+        session.truncate([cached])
+
+    return time_laps(pieces())
+
+
+def read(size_bytes: int, passes: int, threads: int) -> Laps:
+    """What `Worker.read` does, in this process: the largest of all numbers, each thread over a part of its own."""
+    parts = np.array_split(_numbers(size_bytes), threads)
+    with ThreadPoolExecutor(threads) as pool:
+        return time_laps([lambda: list(pool.map(np.max, parts))] * passes)
+
+
+def multiply(size: int, passes: int, dtype: str) -> Laps:
+    """What `Worker.multiply` does, in this process."""
+    a, b, out, matmul = _matrices(size, dtype)
+    return time_laps([partial(matmul, a, b, out=out)] * passes)
+
+
+def time_laps(pieces: Iterable[Callable[[], object]]) -> Laps:
+    """Time each piece of work; what an iterator does between two pieces is not timed."""
+    seconds: list[float] = []
+    cpu, switches = 0.0, 0
+    gc.collect()
+    gc.disable()
+    try:
+        for piece in pieces:
+            switches -= resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+            cpu -= time.process_time()
+            start = time.perf_counter()
+            piece()
+            seconds.append(time.perf_counter() - start)
+            cpu += time.process_time()
+            switches += resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+    finally:
+        gc.enable()
+    return Laps(tuple(seconds), cpu, switches)
+
+
+@lru_cache(maxsize=2)
+def _filled(program: Program, cached: int, capacity: int) -> Session:
+    """A session of one row with that many tokens in it, and room for `capacity`."""
+    session = program.open(1, capacity)
+    if cached:
+        session.step(np.arange(cached, dtype=np.int64)[None] % program.traits.vocab_size)
+    return session
+
+
+@lru_cache(maxsize=1)
+def _numbers(size_bytes: int) -> NDArray[np.int32]:
+    return np.ones(size_bytes // 4, np.int32)
+
+
+@lru_cache(maxsize=1)
+def _matrices(size: int, dtype: str) -> tuple[Any, Any, Any, Callable[..., object]]:
+    """Two factors, room for their product, and what multiplies them."""
+    factors = np.random.default_rng(0).standard_normal((2, size, size), dtype=np.float32)
+    if dtype == "float32":
+        return factors[0], factors[1], np.empty((size, size), np.float32), np.matmul
+    import torch
+
+    a, b = torch.from_numpy(factors).to(getattr(torch, dtype))
+    return a, b, torch.empty_like(a), torch.matmul
+
+
 def resident_bytes(field: str) -> int:
     """One field of this process's /proc/self/status, such as VmRSS or VmHWM.
 
@@ -255,11 +385,18 @@ def _serve(program: Program, before: int, loaded: int, out: IO[bytes]) -> None:
     """Answer requests until stdin ends, as it does when the parent dies."""
     for line in sys.stdin.buffer:
         request = json.loads(line)
+        call = request.pop("call")
         array = np.empty(0, np.float32)
         try:
-            if request["call"] == "decode":
-                value: Any = asdict(decode(program, request["prompt"], request["num_tokens"]))
-            elif request["call"] == "memory":
+            if call == "decode":
+                value: Any = asdict(decode(program, **request))
+            elif call == "steps":
+                value = asdict(steps(program, **request))
+            elif call == "read":
+                value = asdict(read(**request, threads=program.traits.threads))
+            elif call == "multiply":
+                value = asdict(multiply(**request, dtype=program.traits.dtype))
+            elif call == "memory":
                 value = _memory(before, loaded)._asdict()
             else:
                 ids = np.array([request["ids"]], dtype=np.int64)

@@ -16,12 +16,15 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from strop import report
+from strop import plots, report
 from strop.errors import UserError
+from strop.evals import roofline, step_cost
+from strop.evals._rounds import Rounds
+from strop.evals._work import Work
 from strop.evals.divergence import histogram
 from strop.gate import Gate, Verdict, decide, exit_code
 from strop.metric import Direction, Estimate, Measurement
-from strop.page import html, write_report
+from strop.page import MOST_LINES, html, write_report
 from strop.plots import Box, place_labels, short
 from strop.report import Report, Row, StageRecord
 
@@ -304,3 +307,73 @@ def test_reports_need_no_torch() -> None:
     code = "import sys, strop.page; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"
+
+
+def with_limits(found: Report) -> Report:
+    """The report with `roofline` and `step_cost` of every row, as these metrics describe them."""
+    for index, row in enumerate(found.rows):
+        rounds = Rounds([[]] * 5, [], False)
+        decode = np.exp(np.random.default_rng(index).normal(0, 0.02, (5, 2))) * 0.02 / (1 + index)
+        trial = roofline.Trial(decode, decode.mean(1) * 20, np.full(5, 4e10), np.full(5, 1.6e11), rounds)
+        decoding, prefill = (Work({"linears": 10**8}, {"linears": x}) for x in (3 * 10**8, 10**10))
+        job = roofline.Job(decoding, prefill, 0)
+        seconds = (decode.mean(1)[:, None] * [1, 1.5, 1.9, 3.1])[None]
+        curve = step_cost.Curve(128, (1, 2, 4, 8), seconds, Estimate(1, 0.99, 1.01), rounds)
+        row.measurements.update({
+            "roofline.mbu": replace(measured(0.4, 0.02, "ratio", "higher"), detail=roofline.describe(job, trial)),
+            "roofline.gap": measured(2.5, 0.02, "ratio", "lower"),
+            "step_cost.t1_ms": replace(
+                measured(9.5, 0.02, "ms", "lower"), detail={"curves": [step_cost.describe(curve, 0)]}
+            ),
+        })  # fmt: skip
+    return found
+
+
+def pictures(text: str, title: str) -> list[ElementTree.Element]:
+    """The pictures of a section of a page, each read as XML."""
+    section = text[text.index(f"<h2>{title}</h2>") :].split("</section>")[0]
+    return [ElementTree.fromstring(x) for x in re.findall(r"<svg.*?</svg>", section, flags=re.DOTALL)]
+
+
+def test_the_page_draws_each_rows_points_under_its_roof() -> None:
+    found = with_limits(fake_report(1))
+    text = html(found)
+    assert Page(text).open == []
+    wide, narrow = pictures(text, "How near to the machine&#x27;s limits")
+    for picture in (wide, narrow):
+        assert len(picture.findall("polyline")) == len(found.rows)
+        squares = [x for x in picture.findall("rect") if "spot" in x.attrib["class"]]
+        assert len(picture.findall("circle")) == len(squares) == len(found.rows)
+    for row in found.rows:
+        assert f"{row.name}: decode is " in Page(text).text
+    assert "a token takes 2.50× its floor" in Page(text).text
+
+
+def test_what_reaches_a_peak_lies_on_the_roof() -> None:
+    spots = [plots.Spot(1, Estimate(40, 39, 41), "reading"), plots.Spot(100, Estimate(160, 150, 170), "multiplying")]
+    text = plots.roofline([plots.Roof("main", 40, 160, spots)], width=1000, height=400, titles=("x", "y"))
+    picture = ElementTree.fromstring(text)
+    path = picture.findall("polyline")[0].attrib["points"].split()
+    (left, bottom), (ridge, top), (right, level) = (map(float, x.split(",")) for x in path)
+    assert left < ridge < right
+    assert bottom > top == level
+    circle, square = picture.findall("circle")[0], picture.findall("rect")[-1]
+    on_the_slope = np.interp(float(circle.attrib["cx"]), [left, ridge], [bottom, top])
+    assert float(circle.attrib["cy"]) == pytest.approx(on_the_slope, abs=0.2)
+    assert float(square.attrib["y"]) + 4.5 == pytest.approx(top, abs=0.2)
+
+
+def test_the_page_draws_a_curve_for_each_row() -> None:
+    found = with_limits(fake_report(9))
+    text = html(found)
+    drawn = pictures(text, "What a wider step costs")
+    assert len(drawn) == 4  # relative and absolute, each wide and narrow
+    for picture in drawn:
+        assert len(picture.findall("polyline")) == MOST_LINES
+    assert f"{len(found.rows) - MOST_LINES} more rows are in report.json." in Page(text).text
+
+
+def test_a_page_without_these_metrics_has_no_such_sections() -> None:
+    text = html(fake_report())
+    assert "machine&#x27;s limits" not in text
+    assert "wider step" not in text

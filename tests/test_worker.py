@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from fakes.table_runtime import save_table
 from strop.artifact import open_artifact
 from strop.errors import UserError
 from strop.program import open_program
-from strop.worker import Worker, WorkerDied
+from strop.worker import Worker, WorkerDied, multiply, time_laps
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -145,3 +146,50 @@ def test_a_worker_does_not_outlive_its_parent(table: Any) -> None:
     while child.exists() and "zombie" not in child.read_text() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not child.exists() or "zombie" in child.read_text()
+
+
+def test_steps_of_a_width_are_timed_one_by_one_and_leave_the_row_as_it_was(table: Any) -> None:
+    with Worker(table(sleep_s=(0.002, 0.001)), threads=1) as worker:
+        wide = worker.steps(5, 8, count=3, capacity=16, logits="all")
+        narrow = worker.steps(5, 1, count=3, capacity=16)
+        fresh = worker.steps(0, 2, count=1, capacity=2)
+    assert [len(x.seconds) for x in (wide, narrow, fresh)] == [3, 3, 1]
+    assert min(wide.seconds) >= 0.010
+    assert 0.003 <= min(narrow.seconds) < min(wide.seconds)
+    assert wide.wall_s == pytest.approx(sum(wide.seconds))
+    assert wide.cpu_s < wide.wall_s  # it sleeps
+
+
+def test_a_step_that_does_not_fit_is_refused(table: Any) -> None:
+    with Worker(table(), threads=1) as worker:
+        with pytest.raises(UserError, match="this session holds 8"):
+            worker.steps(5, 4, count=1, capacity=8)
+        with pytest.raises(UserError, match="max_tokens: 2000"):
+            worker.steps(5, 1, count=1, capacity=2000)
+        assert len(worker.steps(5, 3, count=2, capacity=8).seconds) == 2
+
+
+def test_what_is_done_between_two_laps_is_not_timed() -> None:
+    def pieces() -> Iterator[Callable[[], object]]:
+        for _ in range(3):
+            time.sleep(0.02)
+            yield lambda: time.sleep(0.002)
+
+    laps = time_laps(pieces())
+    assert len(laps.seconds) == 3
+    assert 0.002 <= min(laps.seconds) < 0.02
+    assert laps.cpu_s < 0.02
+
+
+def test_more_bytes_and_larger_matrices_take_longer(table: Any) -> None:
+    with Worker(table(), threads=2) as worker:
+        small, large = (worker.read(x, 5) for x in (1 << 20, 1 << 26))
+        tiny, big = (worker.multiply(x, 5) for x in (16, 512))
+    assert len(small.seconds) == len(tiny.seconds) == 5
+    assert min(large.seconds) > 3 * min(small.seconds)
+    assert min(big.seconds) > 3 * min(tiny.seconds)
+
+
+def test_products_are_in_the_dtype_that_is_asked_for() -> None:
+    for dtype, count in (("float32", 2), ("bfloat16", 3)):
+        assert len(multiply(32, count, dtype).seconds) == count

@@ -29,6 +29,7 @@ class Behaviour:
 
     Attributes:
         step_s: Busy time of every step.
+        sleep_s: Idle time of every step, and more of it for each of its new tokens.
         exit_at: Token id at which the process exits with a line on stderr.
         kill_at: Token id at which the process kills itself.
         refuse: It cannot be loaded.
@@ -37,6 +38,7 @@ class Behaviour:
     """
 
     step_s: float = 0.0
+    sleep_s: tuple[float, float] = (0.0, 0.0)
     exit_at: int = -1
     kill_at: int = -1
     refuse: bool = False
@@ -78,6 +80,8 @@ class TableProgram(Program):
         end = time.perf_counter() + self.behaviour.step_s
         while time.perf_counter() < end:
             pass
+        each, per_token = self.behaviour.sleep_s
+        time.sleep(each + per_token * step.ids.shape[1])
 
 
 class TableExport(Stage):
