@@ -30,10 +30,12 @@ if TYPE_CHECKING:
 
     from strop.model import Weights
 
-OPERATIONS_PER_WEIGHT = 150
-"""Some ten passes over float64 numbers that lie in memory: memory-bound, counted as operations."""
-NUMBERS_AT_ONCE = 2**21
-"""Weights that are turned together: what is in float64 stays small however large a matrix is."""
+OPERATIONS_PER_WEIGHT = 700
+"""Some ten passes over float64 numbers: memory-bound, counted as operations."""
+LARGEST_POWER = 64
+"""Order of the largest power of two that is applied as one matrix: larger ones would cost more than a pass more."""
+NUMBERS_AT_ONCE = 2**17
+"""Weights that are turned together: in float64 they stay in the processor's cache, however large a matrix is."""
 ATTENTION = ("qkv", "q", "k", "v")
 """Roles that read the first norm; `gate_up`, `gate` and `up` read the second."""
 WRITERS = ("o", "down")
@@ -216,15 +218,15 @@ def _unit_norm(norm: Norm) -> tuple[str, Tensor]:
 
 @dataclass(frozen=True)
 class Rotation:
-    """Q = diag(signs) · (core ⊗ S), S Sylvester's Hadamard matrix of order p over √p: orthogonal, never formed.
+    """Q = diag(signs) · (F₁ ⊗ F₂ ⊗ …), orthogonal, never formed: its factors are applied one after the other.
 
     Attributes:
         signs: (n,) of ±1, float64.
-        core: (m, m) orthogonal, float64, with n = m · p and p a power of two.
+        factors: Each (k, k) orthogonal, float64; n is the product of their orders.
     """
 
     signs: Tensor
-    core: Tensor
+    factors: tuple[Tensor, ...]
 
     @property
     def size(self) -> int:
@@ -233,8 +235,12 @@ class Rotation:
 
     def apply(self, x: Tensor) -> Tensor:
         """x Q for rows x (…, n), float64."""
-        blocks = (x * self.signs).reshape(-1, len(self.core), self.size // len(self.core))
-        return walsh(self.core.T @ blocks).reshape(x.shape)
+        y = x * self.signs
+        for factor in self.factors:
+            # The axis that is turned comes first and goes last: after all factors the axes are as they were.
+            order = len(factor)
+            y = y.reshape(-1, order, self.size // order).transpose(1, 2).reshape(-1, order) @ factor
+        return y.reshape(x.shape)
 
 
 def rotation(size: int, seed: int) -> Rotation:
@@ -242,23 +248,31 @@ def rotation(size: int, seed: int) -> Rotation:
 
     Args:
         size: n.
-        seed: Of the signs, and of a core that is random.
+        seed: Of the signs, and of a factor that is random.
 
     Returns:
-        Its core is the Hadamard matrix of the smallest order m for which n / m is a power of two, over √m. Where no
-        such m is known: a random orthogonal matrix of the order of n's odd part (QR of normal numbers, signs such
-        that it is uniform: Mezzadri 2007, arXiv math-ph/0609050).
+        The factors are the Hadamard matrix of the smallest order m for which n / m is a power of two, and Sylvester's
+        (powers of two), each over the root of its order. Where no such m is known, m is n's odd part and the factor a
+        random orthogonal matrix (QR of normal numbers, signs such that it is uniform: Mezzadri 2007, arXiv
+        math-ph/0609050).
     """
     import torch
 
     generator = torch.Generator().manual_seed(seed)
     signs = 2.0 * torch.randint(0, 2, (size,), generator=generator).double() - 1
     order = hadamard_order(size)
-    if order is not None:
-        return Rotation(signs, hadamard(order) / order**0.5)
-    odd = odd_part(size)
-    basis, upper = torch.linalg.qr(torch.randn(odd, odd, generator=generator, dtype=torch.float64))
-    return Rotation(signs, (basis * upper.diagonal().sign()).contiguous())
+    if order is None:
+        order = odd_part(size)
+        basis, upper = torch.linalg.qr(torch.randn(order, order, generator=generator, dtype=torch.float64))
+        first = (basis * upper.diagonal().sign()).contiguous()
+    else:
+        first = paley(order) / math.sqrt(order)
+    factors, left = [first], size // order
+    while left > 1:
+        power = min(left, LARGEST_POWER)
+        factors.append(sylvester(power) / math.sqrt(power))
+        left //= power
+    return Rotation(signs, tuple(factors))
 
 
 def turn(
@@ -300,21 +314,18 @@ def turn(
     return torch.cat(found)
 
 
-def walsh(x: Tensor) -> Tensor:
-    """x S / √p over the last axis, p long, by p · log2(p) additions; S Sylvester's Hadamard matrix of order p."""
+def sylvester(order: int) -> Tensor:
+    """The Hadamard matrix of a power of two, each twice as large as the one before (Sylvester 1867): (order, order)."""
     import torch
 
-    shape, size = x.shape, x.shape[-1]
-    half = 1
-    while half < size:
-        low, high = x.reshape(*shape[:-1], -1, 2, half).unbind(-2)
-        x = torch.stack((low + high, low - high), -2).reshape(shape)
-        half *= 2
-    return x / math.sqrt(size)
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < order:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    return matrix
 
 
 def hadamard_order(size: int) -> int | None:
-    """The smallest order m of a Hadamard matrix that `hadamard` builds with size / m a power of two, or None."""
+    """The smallest order m of a Hadamard matrix that `paley` builds with size / m a power of two, or None."""
     odd = odd_part(size)
     if odd == 1:
         return 1
@@ -326,7 +337,7 @@ def hadamard_order(size: int) -> int | None:
     return None
 
 
-def hadamard(order: int) -> Tensor:
+def paley(order: int) -> Tensor:
     """A Hadamard matrix by Paley's two constructions (1933, J. Math. Phys. 12): ±1, rows orthogonal.
 
     Args:
