@@ -64,7 +64,7 @@ class Roofline(Metric):
     probe_bytes: int = Field(
         default=1 << 28, ge=1 << 20, description="read by the memory probe, far more than the caches hold"
     )
-    gemm_size: int = Field(default=1024, ge=16, description="rows and columns of the matrices that are multiplied")
+    gemm_size: int = Field(default=2048, ge=16, description="rows and columns of the matrices that are multiplied")
 
     def names(self) -> Mapping[str, str]:
         """See `Metric.names`. `mbu`, `gap` and `floor_ms` are of decoding a token, `mfu` is of prefill."""
