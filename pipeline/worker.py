@@ -305,7 +305,7 @@ def steps(
 
 
 def read(size_bytes: int, passes: int, threads: int) -> Laps:
-    """What `Worker.read` does, in this process. Or-ing numbers is the fastest reduction of numpy: memory is what limits it."""
+    """What `Worker.read` does, in this process, by numpy's fastest reduction: memory is what limits it."""
     parts = np.array_split(_numbers(size_bytes), threads)
     with ThreadPoolExecutor(threads) as pool:
         return time_laps([lambda: list(pool.map(np.bitwise_or.reduce, parts))] * passes)
