@@ -326,7 +326,7 @@ def _roofline(found: Report) -> str:
         f'<figure><div class="wide">{wide}</div><div class="narrow">{narrow}</div><figcaption>'
         "○ decoding one token, □ prefill. Dashed: what reading memory (rising) and one large product (level) reached "
         f"beside it.</figcaption></figure>{_legend([x.label for x in roofs], len(rows))}"
-        f"<ul>{''.join(f'<li>{escape(words)}</li>' for _, words in drawn)}</ul>"
+        f'<ul class="legend">{"".join(f"<li>{escape(words)}</li>" for _, words in drawn)}</ul>'
     )
     return _section("How near to the machine's limits", body)
 
