@@ -1,7 +1,8 @@
 """Rounds: the same pieces of work timed again and again in turn, so that what drifts, drifts for all of them alike.
 
 Rounds run forwards and backwards in turn, which takes a steady drift out of every comparison within a round. The guards
-are those of paired generations. Leaves out what the times mean (step_cost.py, roofline.py).
+are those of paired generations. Bounds hold for the processes that were timed: where the kernel puts the memory of
+another one moves all of its times by some percent. Leaves out what the times mean (step_cost.py, roofline.py).
 """
 
 from __future__ import annotations

@@ -86,7 +86,8 @@ def work(spec: ModelSpec, traits: Traits, cached: int, width: int) -> Work:
 def weight_bytes(linear: Linear, traits: Traits) -> int:
     """Codes, scales and zero points of a quantized linear, else its floats; and its bias. As the runtime stores them.
 
-    `eager` keeps no codes: it dequantizes when it loads.
+    `eager` keeps no codes: it dequantizes when it loads. A runtime that is not known here is taken to keep the
+    checkpoint's tensors.
     """
     item = DTYPE_BYTES[traits.dtype]
     bias = item * linear.out_features if linear.has_bias else 0
