@@ -17,6 +17,7 @@ from strop.evals._rounds import Rounds
 from strop.evals._work import Work
 from strop.evals.roofline import QUANTITIES, Bound, Job, Roofline, Trial, describe, summarize, verdict
 from strop.export.eager import Eager
+from strop.gate import Gate, check_gates, decide
 from strop.metric import MeasureContext, Measurement
 from strop.stage import Context
 
@@ -132,12 +133,11 @@ def test_a_program_is_measured_with_the_peaks_of_its_machine(measured: dict[str,
     assert value["gap"] == pytest.approx(value["decode_ms"] / value["floor_ms"], rel=0.5)
 
 
-def test_the_protocol_carries_all_that_must_agree(program: Artifact, measured: dict[str, Measurement]) -> None:
+def test_the_protocol_carries_all_that_must_agree(measured: dict[str, Measurement]) -> None:
     protocol = measured["mbu"].protocol
     assert {*QUICK, "threads", "isa", "cpu", "cores", "runtime", "dtype", "kernels"} == set(protocol)
+    assert {x: protocol[x] for x in QUICK} == QUICK
     assert len({x.fingerprint for x in measured.values()}) == 1
-    other = Roofline(**{**QUICK, "gemm_size": 32}).measure(program, {}, ONE_THREAD)
-    assert other["mbu"].fingerprint != measured["mbu"].fingerprint
 
 
 def test_a_context_that_the_program_has_no_room_for_is_refused(program: Artifact) -> None:
@@ -151,3 +151,11 @@ def test_a_program_without_a_table_has_no_roofline(tmp_path: Path) -> None:
     assert Roofline(**QUICK).measure(fake, {}, ONE_THREAD) == {}
     write_manifest(fake.path, replace(read_manifest(fake.path), spec={"opaque_bytes": 7}))
     assert Roofline(**QUICK).measure(fake, {}, ONE_THREAD) == {}
+
+
+def test_a_gate_can_bind_it(measured: dict[str, Measurement]) -> None:
+    low, high = (Gate(metric="roofline.mbu", at_least=x) for x in (1e-9, 0.9))
+    check_gates([low, high], {"roofline": Roofline()}, ["main / eager"])
+    known = replace(measured["mbu"], estimate=replace(measured["mbu"].estimate, is_noisy=False))
+    outcomes = [decide(x, "main / eager", known, Roofline.kind).outcome for x in (low, high)]
+    assert outcomes == ["PASS", "FAIL"]
