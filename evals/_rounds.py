@@ -1,8 +1,9 @@
 """Rounds: the same pieces of work timed again and again in turn, so that what drifts, drifts for all of them alike.
 
 Rounds run forwards and backwards in turn, which takes a steady drift out of every comparison within a round. The guards
-are those of paired generations. Bounds hold for the processes that were timed: where the kernel puts the memory of
-another one moves all of its times by some percent. Leaves out what the times mean (step_cost.py, roofline.py).
+are those of paired generations. Where the kernel puts a process's memory alone moves its speed by some percent for as
+long as it lives: a second copy of the program tells by how much, and bounds widen by that. Leaves out what the times
+mean (step_cost.py, roofline.py).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Piece = Callable[[], Laps]
 WARM_UP_ROUNDS = 3
 """Before any that counts. They tell what share of its threads' time a round computes for."""
 SAME_CONFIDENCE = 0.9995
-"""Of each bound of the ratio of a piece to itself: 1 lies outside by chance in 0.1 % of runs."""
+"""Of each bound of the ratio of two copies: 1 lies outside by chance in 0.1 % of runs."""
 
 
 @dataclass(frozen=True)
@@ -77,18 +78,20 @@ def collect(pieces: Sequence[Piece], count: int, context: MeasureContext) -> Rou
     return Rounds(kept, objections, False)
 
 
-def against_itself(pairs: NDArray[np.float64], seed: int) -> Estimate:
-    """Ratio of the two times of one piece that a round holds twice.
+def compare_copies(pairs: NDArray[np.float64], seed: int) -> Estimate:
+    """Ratio of the times that two copies of a program took for one piece.
 
     Args:
         pairs: (rounds, 2).
         seed: Of the bootstrap.
-
-    Returns:
-        Noisy where the machine makes a difference that is not there.
     """
-    found = paired_log_ratio(pairs, range(len(pairs)), SAME_CONFIDENCE, seed)
-    return replace(found, is_noisy=not found.lower <= 1 <= found.upper)
+    return paired_log_ratio(pairs, range(len(pairs)), SAME_CONFIDENCE, seed)
+
+
+def widen(estimate: Estimate, copies: Estimate) -> Estimate:
+    """The same with bounds moved outwards by as much as two copies may differ, where chance does not explain it."""
+    factor = 1.0 if copies.lower <= 1 <= copies.upper else max(copies.upper, 1 / copies.lower)
+    return replace(estimate, lower=estimate.lower / factor, upper=estimate.upper * factor)
 
 
 def circumstances(program: Artifact, context: MeasureContext) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -21,7 +22,7 @@ from pydantic import Field
 from strop.artifact import Artifact, read_manifest
 from strop.errors import UserError
 from strop.evals._pairs import WARM_UP_TOKENS, Load, cores_for, warm_up
-from strop.evals._rounds import Rounds, against_itself, circumstances, collect
+from strop.evals._rounds import Rounds, circumstances, collect, compare_copies, widen
 from strop.evals._work import Work, work
 from strop.metric import Direction, Estimate, Kind, MeasureContext, Measurement, Metric
 from strop.program import Traits
@@ -31,11 +32,13 @@ from strop.worker import Worker
 
 Bound = Literal["memory", "compute", "overhead"]
 STEPS = 8
-"""Single tokens timed at each end of a round."""
+"""Single tokens timed at each end of a round, by a copy of the program each."""
 PASSES = 3
 """Of each probe in a round; the best counts."""
 EXPLAINED = 0.5
 """Share of a time that the floor has to make up for memory or arithmetic to be what bounds it."""
+OF_THE_MACHINE = ("floor_ms", "ridge", "read_gb_per_s", "gemm_gflop_per_s")
+"""What does not depend on which copy of the program is timed."""
 QUANTITIES: Mapping[str, tuple[str, Direction]] = {
     "mbu": ("ratio", "higher"),
     "mfu": ("ratio", "higher"),
@@ -88,9 +91,11 @@ class Roofline(Metric):
             )
         job = Job(work(spec, traits, self.context, 1), work(spec, traits, 0, self.prompt_tokens), context.seed)
         averages, cores = os.getloadavg(), cores_for(context.threads)
-        with Worker(program.path, context.threads, cores) as worker:
-            warm_up(worker, Load([range(WARM_UP_TOKENS)], WARM_UP_TOKENS, context.threads))
-            trial = self._time(worker, context)
+        with ExitStack() as stack:
+            worker, twin = (stack.enter_context(Worker(program.path, context.threads, cores)) for _ in "AA")
+            for x in (worker, twin):
+                warm_up(x, Load([range(WARM_UP_TOKENS)], WARM_UP_TOKENS, context.threads))
+            trial = self._time(worker, twin, context)
         detail = {"load_average_before": averages[0], "cores": cores, **describe(job, trial)}
         protocol = {**self.model_dump(), **circumstances(program, context)}
         return {
@@ -98,15 +103,17 @@ class Roofline(Metric):
             for name, x in summarize(job, trial).items()
         }
 
-    def _time(self, worker: Worker, context: MeasureContext) -> Trial:
-        """All rounds. Decoding is at both ends of each: whether its times agree says if the others mean much."""
-        decode = partial(worker.steps, self.context, 1, count=STEPS, capacity=self.context + 1)
+    def _time(self, worker: Worker, twin: Worker, context: MeasureContext) -> Trial:
+        """All rounds. Both copies decode, one at each end of a round."""
+        ours, theirs = (
+            partial(x.steps, self.context, 1, count=STEPS, capacity=self.context + 1) for x in (worker, twin)
+        )
         pieces = [
-            decode,
+            ours,
             partial(worker.read, self.probe_bytes, PASSES),
             partial(worker.multiply, self.gemm_size, PASSES),
             partial(worker.steps, 0, self.prompt_tokens, count=1, capacity=self.prompt_tokens),
-            decode,
+            theirs,
         ]
         rounds = collect(pieces, self.repeats, context)
         usual, best = rounds.seconds(), rounds.seconds(best=True)
@@ -135,7 +142,7 @@ class Trial:
     """What was timed, round by round.
 
     Attributes:
-        decode_s: (rounds, 2), at both ends of a round.
+        decode_s: (rounds, 2), of two copies of the program.
         prefill_s: (rounds,).
         bytes_per_s, flops_per_s: (rounds,), what the probes reached.
         rounds: Where it is from.
@@ -189,30 +196,31 @@ def summarize(job: Job, trial: Trial) -> dict[str, Measurement]:
         "read_gb_per_s": trial.bytes_per_s / 1e9,
         "gemm_gflop_per_s": trial.flops_per_s / 1e9,
     }
-    is_noisy = trial.rounds.is_noisy or against_itself(trial.decode_s, job.seed).is_noisy
-    number = len(seconds)
+    number, copies = len(seconds), compare_copies(trial.decode_s, job.seed)
     found = {}
     for name, (unit, direction) in QUANTITIES.items():
         if name in counted:
             found[name] = Measurement(Estimate.exact(counted[name]), unit, direction, 1, {})
         else:
-            estimate = replace(_median(timed[name], job.seed), is_noisy=is_noisy)
+            estimate = _median(timed[name], job.seed)
+            estimate = estimate if name in OF_THE_MACHINE else widen(estimate, copies)
+            estimate = replace(estimate, is_noisy=trial.rounds.is_noisy)
             found[name] = Measurement(estimate, unit, direction, number, {})
     return found
 
 
 def describe(job: Job, trial: Trial) -> dict[str, Any]:
     """What the report shows beside the quantities, JSON: both points under the roof, and what they consist of."""
-    points = {}
+    points, copies = {}, compare_copies(trial.decode_s, job.seed)
     for name, done, seconds in (
         ("decode", job.decode, trial.decode_s.mean(axis=1)),
         ("prefill", job.prefill, trial.prefill_s),
     ):
-        mbu, mfu = (_median(x, job.seed) for x in trial.uses(done, seconds))
+        mbu, mfu = (widen(_median(x, job.seed), copies) for x in trial.uses(done, seconds))
         points[name] = {
             "bound": verdict(mbu.value, mfu.value),
             "intensity": done.intensity,
-            "flops_per_s": asdict(_median(done.flops / seconds, job.seed)),
+            "flops_per_s": asdict(widen(_median(done.flops / seconds, job.seed), copies)),
             "mbu": asdict(mbu),
             "mfu": asdict(mfu),
             "bytes": dict(done.read_bytes),
@@ -226,7 +234,7 @@ def describe(job: Job, trial: Trial) -> dict[str, Any]:
         },
         "rounds": len(trial.rounds.laps),
         "disturbed": list(trial.rounds.objections),
-        "same_step": asdict(against_itself(trial.decode_s, job.seed)),
+        "same_program": asdict(copies),
     }
 
 

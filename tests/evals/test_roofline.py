@@ -29,10 +29,10 @@ JOB = Job(DECODE, PREFILL, 0)
 READS, PRODUCTS = 40e9, 160e9
 
 
-def trial(decode_s: float, prefill_s: float = 0.4, *, same: float = 1.0, drift: float = 0.0) -> Trial:
+def trial(decode_s: float, prefill_s: float = 0.4, *, copies: float = 1.0, drift: float = 0.0) -> Trial:
     """Twelve rounds on a machine of 40 GB/s and 160 GFLOP/s that slows down by `drift` from round to round."""
     slower = (1 + drift) ** np.arange(12)
-    decode = decode_s * slower[:, None] * [2 * same / (1 + same), 2 / (1 + same)]
+    decode = decode_s * slower[:, None] * [2 * copies / (1 + copies), 2 / (1 + copies)]
     return Trial(decode, prefill_s * slower, READS / slower, PRODUCTS / slower, Rounds([[]] * 12, [], False))
 
 
@@ -72,11 +72,21 @@ def test_what_is_counted_is_exact_and_what_is_timed_has_bounds() -> None:
     assert set(found) == set(QUANTITIES)
 
 
-def test_a_difference_between_both_ends_of_the_rounds_makes_times_noisy() -> None:
-    found = summarize(JOB, trial(0.008, same=1.3))
+def test_copies_that_differ_widen_what_depends_on_them() -> None:
+    same, other = (summarize(JOB, trial(0.008, copies=x)) for x in (1.0, 1.25))
+    for name in QUANTITIES:
+        before, after = same[name].estimate, other[name].estimate
+        factor = 1.25 if name in ("mbu", "mfu", "gap", "decode_ms", "prefill_ms") else 1
+        assert after.value == pytest.approx(before.value)
+        assert [after.lower, after.upper] == pytest.approx([before.lower / factor, before.upper * factor])
+
+
+def test_too_many_disturbed_rounds_make_what_is_timed_noisy() -> None:
+    times = trial(0.008)
+    found = summarize(JOB, replace(times, rounds=replace(times.rounds, is_noisy=True)))
     assert found["mbu"].estimate.is_noisy
     assert not found["bytes_per_token"].estimate.is_noisy
-    assert not summarize(JOB, trial(0.008))["mbu"].estimate.is_noisy
+    assert not summarize(JOB, times)["mbu"].estimate.is_noisy
 
 
 @pytest.mark.parametrize(

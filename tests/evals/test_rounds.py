@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from strop.evals._rounds import WARM_UP_ROUNDS, against_itself, collect
-from strop.metric import MeasureContext
+from strop.evals._rounds import WARM_UP_ROUNDS, collect, compare_copies, widen
+from strop.metric import Estimate, MeasureContext
 from strop.worker import Laps
 
 ONE_THREAD = MeasureContext(threads=1)
@@ -59,9 +59,13 @@ def test_too_many_disturbed_rounds_are_a_noisy_machine() -> None:
     assert len(rounds.objections) == len(rounds.laps) == 4  # what there is, for the report
 
 
-@pytest.mark.parametrize(("factor", "is_noisy"), [(1.0, False), (1.2, True)])
-def test_two_times_of_one_piece_that_differ_make_a_noisy_machine(factor: float, is_noisy: bool) -> None:
+@pytest.mark.parametrize("factor", [1.0, 1.2, 1 / 1.2])
+def test_copies_that_differ_widen_bounds_by_their_difference(factor: float) -> None:
     times = np.exp(np.random.default_rng(0).normal(0, 0.02, (20, 2))) * [factor, 1]
-    found = against_itself(times, 0)
-    assert found.is_noisy == is_noisy
-    assert found.value == pytest.approx(factor, rel=0.03)
+    copies = compare_copies(times, 0)
+    assert copies.value == pytest.approx(factor, rel=0.03)
+    found = widen(Estimate(10, 9, 11), copies)
+    difference = 1.0 if factor == 1 else 1.2
+    assert found.value == 10
+    assert 9 / (1.1 * difference) < found.lower <= 9 / difference
+    assert 11 * difference <= found.upper < 11 * 1.1 * difference

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from strop.artifact import Artifact, read_manifest, write_manifest
 from strop.errors import UserError
-from strop.evals._rounds import Rounds, against_itself
+from strop.evals._rounds import Rounds, compare_copies
 from strop.evals.step_cost import COMPARED, Curve, StepCost, describe, summarize
 from strop.metric import Estimate, MeasureContext, Measurement
 
@@ -27,12 +27,12 @@ def cost(step_s: float, token_s: float) -> list[float]:
     return [step_s + token_s * k for k in WIDTHS]
 
 
-def curve(*programs: Sequence[float], drift: float = 0.0, same: float = 1.0) -> Curve:
+def curve(*programs: Sequence[float], drift: float = 0.0, copies: float = 1.0) -> Curve:
     """Twelve rounds of programs whose times grow by `drift` from round to round."""
     slower = (1 + drift) ** np.arange(12)
     seconds = np.array(programs)[:, None, :] * slower[:, None]
-    ones = np.stack([seconds[0][:, 0] * same, seconds[0][:, 0]], 1)
-    return Curve(128, WIDTHS, seconds, against_itself(ones, 0), Rounds([[]] * 12, [], False))
+    ones = seconds[0][:, :1] * [copies, 1]
+    return Curve(128, WIDTHS, seconds, compare_copies(ones, 0), Rounds([[]] * 12, [], False))
 
 
 def test_ratios_are_those_of_the_costs_however_the_machine_drifts() -> None:
@@ -57,10 +57,22 @@ def test_the_second_program_is_compared_within_rounds() -> None:
     assert found["t8_ratio"].estimate.value == pytest.approx(11 / 4)  # its own, whatever the other does
 
 
-def test_a_difference_between_equal_steps_makes_everything_noisy() -> None:
-    found = summarize(curve(cost(3, 1), cost(8, 0), same=1.3), seed=0)
+def test_copies_that_differ_widen_times_but_not_what_is_compared_within_a_process() -> None:
+    same, other = (summarize(curve(cost(3, 1), cost(8, 0), copies=x), seed=0) for x in (1.0, 1.25))
+    assert other["t8_ratio"] == same["t8_ratio"]
+    assert other["t8_ms"].estimate.value == same["t8_ms"].estimate.value
+    for before, after in (
+        (same["t8_ms"].estimate, other["t8_ms"].estimate),
+        (same["t8_ms"].ratios[COMPARED], other["t8_ms"].ratios[COMPARED]),
+    ):
+        assert [after.lower, after.upper] == pytest.approx([before.lower / 1.25, before.upper * 1.25])
+
+
+def test_too_many_disturbed_rounds_make_everything_noisy() -> None:
+    still = curve(cost(3, 1), cost(8, 0))
+    found = summarize(replace(still, rounds=replace(still.rounds, is_noisy=True)), seed=0)
     assert all(x.estimate.is_noisy and x.ratios[COMPARED].is_noisy for x in found.values())
-    assert not any(x.estimate.is_noisy for x in summarize(curve(cost(3, 1)), seed=0).values())
+    assert not any(x.estimate.is_noisy for x in summarize(still, seed=0).values())
 
 
 def test_a_described_curve_has_every_width_of_both_programs() -> None:
