@@ -101,6 +101,20 @@ def drift(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
     return total.mul_(2 / num_tokens).float()
 
 
+def check_ids(spec: ModelSpec, ids: Tensor) -> None:
+    """Refuse token ids (samples, length) that the model cannot take.
+
+    Raises:
+        UserError: They are not of its vocabulary, or longer than its context.
+    """
+    if ids.shape[1] > spec.max_positions:
+        raise UserError(f"calibration.length: {ids.shape[1]} is more than the model's context of {spec.max_positions}")
+    if int(ids.max()) >= spec.vocab_size or int(ids.min()) < 0:
+        raise UserError(
+            f"calibration: token id {int(ids.max())} is outside the model's vocabulary of {spec.vocab_size}"
+        )
+
+
 @torch.no_grad()
 def walk(folder: Path, spec: ModelSpec, ids: Tensor, visit: Visit, *, num_followed: int = 0) -> None:
     """Show every group of linears to `visit`, in the order of computation, the head last.
@@ -113,15 +127,10 @@ def walk(folder: Path, spec: ModelSpec, ids: Tensor, visit: Visit, *, num_follow
         num_followed: So many samples are computed with the unchanged model too, for `Group.pairs`.
 
     Raises:
-        UserError: The ids are not of this model's vocabulary, or the samples longer than its context.
+        UserError: As `check_ids`.
     """
-    if ids.shape[1] > spec.max_positions:
-        raise UserError(f"calibration.length: {ids.shape[1]} is more than the model's context of {spec.max_positions}")
-    if int(ids.max()) >= spec.vocab_size or int(ids.min()) < 0:
-        raise UserError(
-            f"calibration: token id {int(ids.max())} is outside the model's vocabulary of {spec.vocab_size}"
-        )
-    changed, unchanged = (_Stream(folder, spec, x) for x in (ids, ids[:num_followed]))
+    check_ids(spec, ids)
+    changed, unchanged = (Stream(folder, spec, x) for x in (ids, ids[:num_followed]))
     streams = [changed, unchanged] if num_followed else [changed]
     for index, layer in enumerate(spec.layers):
         for stream in streams:
@@ -136,15 +145,15 @@ def walk(folder: Path, spec: ModelSpec, ids: Tensor, visit: Visit, *, num_follow
             stream.free_layer()
     for stream in streams:
         stream.load_outside()
-    visit(_group(len(spec.layers), [spec.head], changed, unchanged, _Stream.head_inputs))
+    visit(_group(len(spec.layers), [spec.head], changed, unchanged, Stream.head_inputs))
 
 
 def _group(
     index: int,
     linears: Sequence[Linear],
-    changed: _Stream,
-    unchanged: _Stream,
-    reads: Callable[[_Stream], Iterator[Tensor]],
+    changed: Stream,
+    unchanged: Stream,
+    reads: Callable[[Stream], Iterator[Tensor]],
 ) -> Group:
     def inputs() -> Iterator[Tensor]:
         return (x.flatten(0, -2) for x in reads(changed))
@@ -156,7 +165,7 @@ def _group(
     return Group(index, linears, {x.name: changed.weight(x.name) for x in linears}, inputs, pairs)
 
 
-class _Stream:
+class Stream:
     """Samples on their way through a dense float32 decoder whose weights are read when needed and freed after.
 
     Attributes:
@@ -177,8 +186,7 @@ class _Stream:
         self.load_outside()
         batches = torch.split(ids, max(1, CHUNK_TOKENS // ids.shape[1])) if len(ids) else ()
         self.chunks = [self.decoder.embed(x, self.positions) for x in batches]
-        for module in self._outside():
-            module.to_empty(device="meta")
+        self.free_outside()
         self._kept: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in self.chunks]
         self._index = 0
 
@@ -248,6 +256,11 @@ class _Stream:
         positions = [self.spec.position_embedding] if self.spec.position_embedding else []
         self._load([self.spec.head], [*embedding, *positions, self.spec.final_norm.name])
 
+    def free_outside(self) -> None:
+        """Drop what `load_outside` loads."""
+        for module in self._outside():
+            module.to_empty(device="meta")
+
     def _outside(self) -> list[nn.Module]:
         return [module for name, module in self.decoder.named_children() if name != "layers"]
 
@@ -267,13 +280,13 @@ class _Stream:
 
 
 _STEPS: tuple[
-    tuple[tuple[str, ...], Callable[[_Stream], Iterator[Tensor]], Callable[[_Stream], None]],
+    tuple[tuple[str, ...], Callable[[Stream], Iterator[Tensor]], Callable[[Stream], None]],
     ...,
 ] = (
-    (("qkv", "q", "k", "v"), _Stream.attention_inputs, _Stream.attend),
-    (("o",), _Stream.taken_inputs, _Stream.add_attention),
-    (("gate_up", "gate", "up"), _Stream.mlp_inputs, _Stream.activate),
-    (("down",), _Stream.taken_inputs, _Stream.add_mlp),
+    (("qkv", "q", "k", "v"), Stream.attention_inputs, Stream.attend),
+    (("o",), Stream.taken_inputs, Stream.add_attention),
+    (("gate_up", "gate", "up"), Stream.mlp_inputs, Stream.activate),
+    (("down",), Stream.taken_inputs, Stream.add_mlp),
 )
 """A block in the order of computation: roles of the linears that read the same input, that input, the way on."""
 
