@@ -1,0 +1,554 @@
+"""AWQ: weights whose inputs are large are scaled up before rounding and their inputs down, so that they lose less.
+
+Lin et al. 2023, arXiv 2306.00978. What comes before a group of linears takes the inverse of their inputs' scales: a
+norm's gain, the rows of v for o, the rows of up for down. So the model computes the same until it is rounded. Beyond
+the paper: every exponent's error follows from the Hessian, without a forward pass, and is that after clipping, which
+asks for smaller exponents than rounding between the extremes does; the magnitude of an input is its root mean square,
+which is the Hessian's diagonal; o is scaled under grouped-query attention too, equally for the query heads that read
+the same value; weights are clipped on a signed grid, by the Hessian within each group.
+
+Legend: W (out, in) weights of linears that read the same input, H (in, in) Hessian of that input, s (in,) its scales:
+W x = (W · s) (x / s). Not to be confused with `scale` and `zero` (out, groups) of the codes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from strop.artifact import Artifact, write_atomically
+from strop.errors import UserError
+from strop.spec import Linear, ModelSpec, Norm, Quantization
+from strop.stage import GFLOPS_PER_THREAD, Context, Plan, Stage
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from strop.calibration.capture import Group
+    from strop.model import Weights
+
+log = logging.getLogger(__name__)
+
+EXPONENTS = tuple(x / 10 for x in range(11))
+"""Tried on the inputs' magnitudes, in this order; 0: no scales."""
+PATIENCE = 2
+"""Exponents in a row that are no better than the best before, and the search ends."""
+QUIETEST = 1e-3
+"""Part of the mean magnitude that quieter inputs are taken to have: other text may wake them."""
+SEARCH_OPERATIONS = 70_000
+"""For each weight: some five exponents times thirty scales, memory-bound; counted as operations."""
+ROLES = (("qkv", "q", "k", "v"), ("o",), ("gate_up", "gate", "up"), ("down",))
+"""Of a layer's linears, those that read the same input."""
+
+
+class Awq(Stage):
+    """Quantize the weights of linears, scaled by the magnitude of their inputs first and clipped by output error.
+
+    Attributes:
+        bits: Width of a code.
+        group_size: Inputs that share one scale; null: one scale per output channel.
+        symmetric: Without zero points.
+        targets: Patterns over full linear names, for example `*.mlp.*`; null: every linear inside the layers.
+    """
+
+    needs_calibration: ClassVar[bool] = True
+
+    bits: Literal[2, 3, 4, 8] = 4
+    group_size: int | None = Field(default=64, gt=0)
+    symmetric: bool = True
+    targets: list[str] | None = Field(default=None, min_length=1)
+
+    def plan(self, spec: ModelSpec, num_calibration_tokens: int) -> Plan:
+        """See `Stage.plan`."""
+        result, linears = self._quantized(spec)
+        tokens = num_calibration_tokens
+        inside = [x for layer in spec.layers for x in layer.linears.values()]
+        widest = max(x.in_features for x in inside)
+        forward = sum(2 * x.in_features * x.out_features for x in inside)
+        hessians = sum(x.in_features**2 for x in linears) / 2  # about two linears share an input
+        searching = sum((SEARCH_OPERATIONS + 10 * x.in_features) * x.in_features * x.out_features for x in linears)
+        block = sum(x.in_features * x.out_features for x in spec.layers[0].linears.values())
+        return Plan(
+            spec=result,
+            size_bytes=result.size_bytes(),
+            memory_bytes=4 * int(tokens * (spec.hidden_size + widest) + 3 * block + 8 * widest**2),
+            seconds=(tokens * (forward + hessians) + searching) / (2 * GFLOPS_PER_THREAD * 1e9),
+            notes=_notes(find_sites(spec, linears)),
+        )
+
+    def run(self, source: Artifact, out: Path, context: Context) -> dict[str, Any]:
+        """See `Stage.run`. What is finished is kept in the scratch folder; a killed run goes on after it."""
+        import numpy as np
+        import torch
+
+        from strop.calibration.capture import walk
+        from strop.model import read_spec, save_checkpoint
+
+        torch.set_num_threads(context.threads)
+        assert context.calibration is not None, "the runner provides it: needs_calibration"
+        ids = torch.from_numpy(np.load(context.calibration)).to(context.device)
+        spec = read_spec(source.path)
+        result, linears = self._quantized(spec)
+        sites = find_sites(spec, linears)
+        waiting = {x.readers[0].name: x for x in sites}
+
+        def visit(group: Group) -> bool:
+            site = waiting.pop(group.linears[0].name, None)
+            if site is not None:
+                self._quantize(group, site, source.path, context.scratch)
+                left = sum(len(x.chosen) for x in waiting.values())
+                context.progress("awq", len(linears) - left, len(linears))
+            return bool(waiting)
+
+        walk(source.path, spec, ids, visit)
+        save_checkpoint(out, result, source.path, self._changed(source.path, result, sites, context.scratch))
+        return {"spec": result, "report": _report(sites, context.scratch)}
+
+    def _quantization(self) -> Quantization:
+        return Quantization(self.bits, self.group_size, self.symmetric)
+
+    def _quantized(self, spec: ModelSpec) -> tuple[ModelSpec, list[Linear]]:
+        """The table of the output, and the linears of the input that change."""
+        linears = spec.match(self.targets)
+        return spec.quantize({x.name: self._quantization() for x in linears}), linears
+
+    def _quantize(self, group: Group, site: Site, folder: Path, scratch: Path) -> None:
+        """Quantize the linears of a site, unless an earlier try did, and put the result in their place.
+
+        In the walk the inputs stay as they were, so the weights are divided by their scales again.
+        """
+        from safetensors.torch import load_file
+
+        from strop.numerics import dequantize
+
+        path = _path(scratch, site)
+        if not path.exists():
+            _keep(path, self._solve(group, site, folder))
+        kept = load_file(path)
+        for linear in site.chosen:
+            weight = dequantize(*(kept[f"{linear.name}.{x}"] for x in ("codes", "scale", "zero")))
+            group.weights[linear.name].copy_(weight / site.spread(kept["scales"]))
+
+    def _solve(self, group: Group, site: Site, folder: Path) -> dict[str, Tensor]:
+        """Scales of the inputs, then codes of each linear.
+
+        Returns:
+            `scales` (see `Site.spread`), `exponent`, `energy` of the inputs, and by linear `codes`, `scale`, `zero` and
+            `error`, the energy of the outputs' error by that of the outputs.
+
+        Raises:
+            UserError: The inputs are not finite.
+        """
+        import torch
+
+        from strop.calibration.capture import hessian
+        from strop.numerics import dequantize
+
+        place = ", ".join(x.name for x in site.chosen)
+        h = hessian(group.inputs())
+        if not bool(h.isfinite().all()):
+            raise UserError(f"awq: {place}: the inputs are not finite on the calibration text")
+        energy = h.diagonal().sum()
+        tried: Iterable[tuple[float, Tensor]] = [(0.0, h.new_ones(site.num_scales))]
+        if not bool(energy > 0):
+            log.warning("awq: %s: no input on the calibration text, rounded to nearest", place)
+        elif isinstance(site.fold, Fold):
+            tried = ((x, _storable(folder, site.fold, scales)) for x, scales in candidates(h, site.fold))
+        weight = torch.cat([group.weights[x.name] for x in site.chosen])
+        best = search(weight, h, self._quantization(), ((x, scales, site.spread(scales)) for x, scales in tried))
+        found = {"scales": best.scales, "exponent": torch.tensor(best.exponent), "energy": energy}
+        start = 0
+        for linear in site.chosen:
+            rows = slice(start, start + linear.out_features)
+            codes, scale, zero = best.codes[rows], best.scale[rows], best.zero[rows]
+            lost = output_energy(dequantize(codes, scale, zero) / site.spread(best.scales) - weight[rows], h)
+            total = output_energy(weight[rows], h)
+            error = torch.tensor(lost / total if total > 0 else 0.0)
+            parts = {"codes": codes, "scale": scale, "zero": zero, "error": error}
+            found |= {f"{linear.name}.{key}": value for key, value in parts.items()}
+            start = rows.stop
+        return found
+
+    def _changed(
+        self, folder: Path, result: ModelSpec, sites: Sequence[Site], scratch: Path
+    ) -> Iterator[tuple[str, Tensor | None]]:
+        """Stored tensors that differ from those of `folder`. `result`: the table of the output."""
+        from safetensors.torch import load_file
+
+        from strop.model import Weights, packed_tensors, read_spec
+        from strop.numerics import quantize, round_scales
+
+        quantized = {x.name: x for x in result.linears()}
+        factors = Factors.gather((x, _read(_path(scratch, x), "scales")) for x in sites if isinstance(x.fold, Fold))
+        with Weights(folder) as weights:
+            yield from folded_tensors(weights, read_spec(folder), factors, {x.name for y in sites for x in y.chosen})
+            for site in sites:
+                kept = load_file(_path(scratch, site))
+                for linear in site.chosen:
+                    codes, scale, zero = (kept[f"{linear.name}.{x}"] for x in ("codes", "scale", "zero"))
+                    if linear.name in factors.rows:
+                        # A row's grid is as large as the row: only the scale's rounding can change a code.
+                        scale = round_scales(scale / factors.rows[linear.name][:, None])
+                        codes = quantize(factors.scaled(weights, linear), scale, zero, self.bits)
+                    yield f"{linear.name}.weight", None
+                    yield from packed_tensors(quantized[linear.name], codes, scale, zero).items()
+
+
+# Which linears can be scaled, and where the inverse goes.
+
+
+@dataclass(frozen=True)
+class Fold:
+    """What comes before linears and takes the inverse of their inputs' scales.
+
+    Attributes:
+        before: A norm, whose gain and bias take it, or a linear, of which some rows and their bias do.
+        size: Distinct scales.
+        first_row: Of those rows of a linear, `size` of them.
+        width: Scales that are repeated together: a head's width.
+        repeats: Query heads that read the same value.
+    """
+
+    before: Norm | Linear
+    size: int
+    first_row: int = 0
+    width: int = 1
+    repeats: int = 1
+
+    def spread(self, scales: Tensor) -> Tensor:
+        """s (in,) of distinct scales (size,): those of a value's head for each query head that reads it."""
+        return scales.view(-1, 1, self.width).expand(-1, self.repeats, -1).reshape(-1)
+
+    def pool(self, energy: Tensor) -> Tensor:
+        """The mean energy (size,) of the inputs (in,) that get the same scale."""
+        return energy.view(-1, self.repeats, self.width).mean(1).reshape(-1)
+
+
+@dataclass(frozen=True)
+class Site:
+    """Linears that read the same input.
+
+    Attributes:
+        readers: All of them, in the order of computation.
+        chosen: Those to quantize.
+        fold: Where the inverse of the scales goes, or why it can go nowhere.
+    """
+
+    readers: tuple[Linear, ...]
+    chosen: tuple[Linear, ...]
+    fold: Fold | str
+
+    @property
+    def num_scales(self) -> int:
+        """Distinct scales; one for all where there are none."""
+        return self.fold.size if isinstance(self.fold, Fold) else 1
+
+    def spread(self, scales: Tensor) -> Tensor:
+        """Distinct scales as s (in,), or (1,) where the inputs are not scaled."""
+        return self.fold.spread(scales) if isinstance(self.fold, Fold) else scales
+
+
+def find_sites(spec: ModelSpec, linears: Collection[Linear]) -> list[Site]:
+    """Where the linears read their inputs, in the order of computation."""
+    names = {x.name for x in linears}
+    groups: list[tuple[int, tuple[Linear, ...]]] = []
+    for index, layer in enumerate(spec.layers):
+        groups += [(index, tuple(layer.linears[x] for x in roles if x in layer.linears)) for roles in ROLES]
+    groups.append((len(spec.layers), (spec.head,)))
+    found = ((index, readers, tuple(x for x in readers if x.name in names)) for index, readers in groups)
+    return [Site(readers, chosen, find_fold(spec, index, readers)) for index, readers, chosen in found if chosen]
+
+
+def find_fold(spec: ModelSpec, index: int, readers: Sequence[Linear]) -> Fold | str:
+    """Where the inverse of the scales of some linears' input can go.
+
+    Args:
+        spec: The table.
+        index: Of the layer; the number of layers for the head.
+        readers: All linears that read the input.
+
+    Returns:
+        A fold, or why there is none: a clause with the input as its subject.
+    """
+    for linear in readers:
+        if linear.quantization is not None:
+            return f"{linear.name}, quantized by an earlier stage, reads it too"
+    if index == len(spec.layers):
+        return "the head is tied to the embedding" if spec.is_tied else Fold(spec.final_norm, spec.hidden_size)
+    layer = spec.layers[index]
+    role = next(role for role, x in layer.linears.items() if x.name == readers[0].name)
+    if role == "o":
+        return _fold_into_values(spec, index)
+    if role == "down":
+        if not layer.is_gated:
+            return "it comes from an activation, which no scale passes through"
+        return _fold_into_last_rows(layer.linears, ("gate_up", "up"), layer.intermediate_size)
+    return Fold(layer.input_norm if role in ("qkv", "q") else layer.mlp_norm, spec.hidden_size)
+
+
+def _fold_into_values(spec: ModelSpec, index: int) -> Fold | str:
+    """Attention's output is a mean of values with weights that do not depend on them."""
+    layer = spec.layers[index]
+    if layer.kv_from_layer is not None:
+        return f"its values come from layer {layer.kv_from_layer}"
+    for other, x in enumerate(spec.layers):
+        if x.kv_from_layer == index:
+            return f"layer {other} reads the same values"
+    fold = _fold_into_last_rows(layer.linears, ("qkv", "v"), layer.num_kv_heads * layer.head_dim)
+    if isinstance(fold, str):
+        return fold
+    return Fold(fold.before, fold.size, fold.first_row, layer.head_dim, layer.num_heads // layer.num_kv_heads)
+
+
+def _fold_into_last_rows(linears: dict[str, Linear], roles: Sequence[str], size: int) -> Fold | str:
+    """Values are the last rows of qkv and all of v; up is the last rows of gate_up."""
+    before = next(linears[x] for x in roles if x in linears)
+    if before.quantization is not None:
+        return f"it comes from {before.name}, quantized by an earlier stage"
+    return Fold(before, size, before.out_features - size)
+
+
+# Maths.
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Codes of W · s, and what they lose.
+
+    Attributes:
+        exponent: Of the inputs' magnitudes.
+        scales: Distinct scales that s came from.
+        codes: Q (out, in), int8.
+        scale: (out, groups), float32 holding bfloat16 values.
+        zero: (out, groups), int8.
+        lost: `output_energy` of the error.
+    """
+
+    exponent: float
+    scales: Tensor
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor
+    lost: float
+
+
+def candidates(hessian: Tensor, fold: Fold) -> Iterator[tuple[float, Tensor]]:
+    """Powers of the inputs' magnitudes (Lin et al. 2023, eq. 5), as distinct scales (size,) with their exponents.
+
+    The largest is 1: no row that is divided by its scale gets too small for its codes, and no input larger than the
+    largest was.
+
+    Args:
+        hessian: H (in, in), not zero.
+        fold: Which inputs share a scale.
+    """
+    magnitude = fold.pool(hessian.diagonal()).sqrt()
+    magnitude = magnitude.clamp(min=float(QUIETEST * magnitude.mean()))
+    magnitude = magnitude / magnitude.max()
+    return ((exponent, magnitude**exponent) for exponent in EXPONENTS)
+
+
+def search(
+    weight: Tensor, hessian: Tensor, quantization: Quantization, tried: Iterable[tuple[float, Tensor, Tensor]]
+) -> Trial:
+    """The scales that leave the least output error once W · s is clipped and rounded; the first of equal ones.
+
+    Args:
+        weight: W (out, in), float32.
+        hessian: H (in, in).
+        quantization: Bits, group size, symmetric or not.
+        tried: (exponent, distinct scales, s (in,) or (1,)), at least one.
+    """
+    from strop.numerics import dequantize, quantize, search_scales
+
+    best, num_worse = None, 0
+    for exponent, scales, s in tried:
+        scaled = weight * s
+        scale, zero = search_scales(scaled, quantization, blocks(hessian / (s[:, None] * s), quantization.group_size))
+        codes = quantize(scaled, scale, zero, quantization.bits)
+        lost = output_energy(dequantize(codes, scale, zero) / s - weight, hessian)
+        if best is None or lost < best.lost:
+            best, num_worse = Trial(exponent, scales, codes, scale, zero, lost), 0
+        else:
+            num_worse += 1
+        if num_worse == PATIENCE:
+            break
+    assert best is not None
+    return best
+
+
+def output_energy(weight: Tensor, hessian: Tensor) -> float:
+    """Mean of 2 ‖W x‖² over the calibration text, summed in float64."""
+    import torch
+
+    return float((weight @ hessian).mul_(weight).sum(dtype=torch.float64))
+
+
+def blocks(hessian: Tensor, group_size: int | None) -> Tensor:
+    """H (in, in) within each group of inputs: (groups, group_size, group_size)."""
+    size = group_size or len(hessian)
+    num_groups = len(hessian) // size
+    return hessian.reshape(num_groups, size, num_groups, size).diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()
+
+
+def storable_scales(weight: Tensor, scales: Tensor, offset: float, dtype: torch.dtype) -> Tensor:
+    """The scales that a gain takes exactly, once it is divided by the scales wanted and stored.
+
+    Args:
+        weight: Of the norm as stored, (size,), float32; its gain is `offset` + `weight`.
+        scales: Wanted, (size,), positive.
+        offset: Of the norm.
+        dtype: That the gain is stored in.
+
+    Returns:
+        (size,), float32; 1 where the stored gain would be off by more than a factor of two, as where it is zero.
+    """
+    import torch
+
+    gain = weight + offset
+    found = gain / (divide_gain(weight, scales, offset).to(dtype).float() + offset)
+    is_close = (found > scales / 2) & (found < scales * 2)  # False for NaN
+    return torch.where(is_close, found, 1.0)
+
+
+def divide_gain(weight: Tensor, scales: Tensor, offset: float) -> Tensor:
+    """The stored weight (size,) of a norm whose gain `offset` + `weight` is divided by scales."""
+    return (weight + offset) / scales - offset
+
+
+# Tensors of the scaled model.
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What scaling does to each tensor.
+
+    Attributes:
+        columns: Linear name -> (in,) that its columns are multiplied by.
+        rows: Linear name -> (out,) that its rows and bias are divided by.
+        gains: Norm name -> (size,) that its gain and bias are divided by.
+    """
+
+    columns: dict[str, Tensor] = field(default_factory=dict)
+    rows: dict[str, Tensor] = field(default_factory=dict)
+    gains: dict[str, Tensor] = field(default_factory=dict)
+
+    @staticmethod
+    def gather(found: Iterable[tuple[Site, Tensor]]) -> Factors:
+        """Factors of sites with a fold and their distinct scales (size,)."""
+        factors = Factors()
+        for site, scales in found:
+            assert isinstance(site.fold, Fold)
+            before = site.fold.before
+            factors.columns.update({x.name: site.spread(scales) for x in site.readers})
+            if isinstance(before, Norm):
+                factors.gains[before.name] = scales
+            else:
+                rows = scales.new_ones(before.out_features)
+                rows[site.fold.first_row :] = scales
+                factors.rows[before.name] = rows
+        return factors
+
+    def scaled(self, weights: Weights, linear: Linear) -> Tensor:
+        """W (out, in) of the scaled model, float32."""
+        from strop.model import load_linear
+
+        weight = load_linear(weights, linear)
+        if linear.name in self.columns:
+            weight = weight * self.columns[linear.name]
+        return weight / self.rows[linear.name][:, None] if linear.name in self.rows else weight
+
+
+def folded_tensors(
+    weights: Weights, spec: ModelSpec, factors: Factors, left_out: Collection[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Stored tensors that scaling changes, weights of the linears `left_out` apart.
+
+    Args:
+        weights: The model before.
+        spec: Its table.
+        factors: What changes.
+        left_out: Linear names. Their biases are there.
+    """
+    for norm in spec.norms():
+        if norm.name in factors.gains:
+            scales = factors.gains[norm.name]
+            yield f"{norm.name}.weight", divide_gain(weights.load(f"{norm.name}.weight").float(), scales, norm.offset)
+            if norm.kind == "layer":
+                yield f"{norm.name}.bias", weights.load(f"{norm.name}.bias").float() / scales
+    for linear in spec.linears():
+        if linear.has_bias and linear.name in factors.rows:
+            yield f"{linear.name}.bias", weights.load(f"{linear.name}.bias").float() / factors.rows[linear.name]
+        if linear.name not in left_out and (linear.name in factors.columns or linear.name in factors.rows):
+            weight = factors.scaled(weights, linear)
+            yield f"{linear.name}.weight", weight.T if linear.is_transposed else weight
+
+
+def _storable(folder: Path, fold: Fold, scales: Tensor) -> Tensor:
+    """Scales that what comes before takes exactly. Rows of linears are kept in float32 until they are rounded."""
+    import torch
+
+    from strop.model import Weights, read_spec
+
+    if isinstance(fold.before, Linear):
+        return scales
+    with Weights(folder) as weights:
+        weight = weights.load(f"{fold.before.name}.weight").float().to(scales.device)
+    dtype: torch.dtype = getattr(torch, read_spec(folder).dtype)
+    return storable_scales(weight, scales, fold.before.offset, dtype)
+
+
+# Reports and files.
+
+
+def _notes(sites: Iterable[Site]) -> tuple[str, ...]:
+    """What `check` says of inputs that cannot be scaled, a line for each reason."""
+    names: dict[str, list[str]] = {}
+    for site in sites:
+        if isinstance(site.fold, str):
+            names.setdefault(site.fold, []).append(site.chosen[0].name)
+    return tuple(
+        f"awq: the input of {found[0]}{f' and {len(found) - 1} more' if len(found) > 1 else ''} is not scaled: {why}"
+        for why, found in names.items()
+    )
+
+
+def _report(sites: Iterable[Site], scratch: Path) -> dict[str, Any]:
+    """What each linear lost, how its input was scaled, or why not."""
+    report: dict[str, Any] = {"relative_error": {}, "exponent": {}, "unscaled": {}, "without_inputs": []}
+    for site in sites:
+        path = _path(scratch, site)
+        for name in (x.name for x in site.chosen):
+            report["relative_error"][name] = round(float(_read(path, f"{name}.error")), 6)
+            if not bool(_read(path, "energy") > 0):
+                report["without_inputs"].append(name)
+            elif isinstance(site.fold, Fold):
+                report["exponent"][name] = round(float(_read(path, "exponent")), 2)
+            if isinstance(site.fold, str):
+                report["unscaled"][name] = site.fold
+    return report
+
+
+def _path(scratch: Path, site: Site) -> Path:
+    return scratch / f"{site.readers[0].name}.safetensors"
+
+
+def _keep(path: Path, tensors: dict[str, Tensor]) -> None:
+    from safetensors.torch import save
+
+    write_atomically(path, save({name: x.cpu().contiguous() for name, x in tensors.items()}))
+
+
+def _read(path: Path, name: str) -> Tensor:
+    """One tensor of a kept file."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        tensor: Tensor = file.get_tensor(name)
+    return tensor
