@@ -18,7 +18,7 @@ from references import VOCAB_SIZE, tiny_tokenizer
 from strop.artifact import Artifact
 from strop.errors import UserError
 from strop.evals._pairs import WARM_UP_MOST, WARM_UP_WINDOW, Arm, Duel, Load, Pair, is_steady, warm_up
-from strop.evals.latency import QUANTITIES, Latency, Trial, is_narrow, summarize
+from strop.evals.latency import QUANTITIES, Latency, Trial, difference_of_copies, is_narrow, summarize
 from strop.metric import Estimate, MeasureContext, Measurement
 from strop.worker import Timing
 
@@ -84,20 +84,42 @@ def test_values_are_those_of_the_candidate_and_its_copy() -> None:
     assert summarize(QUANTITIES["tpot_ms"], made).samples == 40
 
 
-def test_a_difference_between_two_copies_makes_everything_noisy() -> None:
+@pytest.mark.parametrize("difference", [1.2, 1 / 1.2])
+def test_a_difference_between_two_copies_widens_every_interval_by_it(difference: float) -> None:
     pairs = noisy(np.random.default_rng(1), 2, 20)
-    same = noisy(np.random.default_rng(2), 1.2, 10)
-    found = summarize(QUANTITIES["tpot_ms"], trial(pairs, same))
-    assert found.estimate.is_noisy
-    assert found.ratios["parent"].is_noisy
-    assert not summarize(QUANTITIES["tpot_ms"], trial(pairs)).ratios["parent"].is_noisy
+    same = noisy(np.random.default_rng(2), difference, 10)
+    for quantity in (QUANTITIES["tpot_ms"], QUANTITIES["decode_tokens_per_s"]):
+        narrow, wide = (summarize(quantity, trial(pairs, x)) for x in (None, same))
+        before, after = narrow.ratios["parent"], wide.ratios["parent"]
+        assert after.value == before.value
+        assert after.lower < before.lower / 1.19
+        assert after.upper > before.upper * 1.19
+        assert wide.estimate.upper / wide.estimate.lower > 1.19**2
+        assert not after.is_noisy
+
+
+def test_memory_that_lies_badly_does_not_pass_a_slower_candidate() -> None:
+    # Each process has a speed of its own, 4 % apart. The candidate is 6 % slower; at most 5 % is allowed.
+    generator = np.random.default_rng(4)
+    passed = {"with": 0, "without": 0}
+    for _ in range(100):
+        ours, theirs, twin = np.exp(generator.normal(0, 0.04, 3))
+        pairs, same = noisy(generator, 1.06 * ours / theirs, 20), noisy(generator, ours / twin, 10)
+        found = summarize(QUANTITIES["tpot_ms"], trial(pairs, same)).ratios["parent"]
+        plain = summarize(QUANTITIES["tpot_ms"], trial(pairs)).ratios["parent"]
+        passed["with"] += found.upper <= 1.05
+        passed["without"] += plain.upper <= 1.05
+    assert passed["without"] >= 20
+    assert passed["with"] < 0.6 * passed["without"]
 
 
 def test_two_equal_copies_are_seldom_called_different() -> None:
     generator = np.random.default_rng(3)
     still = noisy(generator, 2, 20)
-    alarms = [summarize(QUANTITIES["tpot_ms"], trial(still, noisy(generator, 1, 10, 0.05))) for _ in range(200)]
-    assert sum(x.estimate.is_noisy for x in alarms) <= 2  # a true rate of 0.1 % gives 3 or more once in 900 tries
+    alarms = [
+        difference_of_copies(QUANTITIES["tpot_ms"], trial(still, noisy(generator, 1, 10, 0.05))) for _ in range(200)
+    ]
+    assert sum(x > 1 for x in alarms) <= 2  # a true rate of 0.1 % gives 3 or more once in 900 tries
 
 
 def test_the_program_itself_as_a_reference_has_a_ratio_of_exactly_one() -> None:
