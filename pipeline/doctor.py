@@ -37,6 +37,7 @@ def examine(store: Path) -> tuple[list[tuple[str, str]], list[str]]:
         ("cores", f"{machine['cores']} usable{_thread_settings()}"),
         ("memory", show(machine["memory_bytes"], "bytes")),
         ("store", _store(store)),
+        ("C++ compiler", _compiler()),
         *((f"extra {name}", text) for name, text in _extras()),
     ]
     problems = [f"{' and '.join(x)} are both installed: uninstall one" for x in EXCLUSIVE if all(map(_version, x))]
@@ -51,6 +52,11 @@ def examine(store: Path) -> tuple[list[tuple[str, str]], list[str]]:
 
 def _thread_settings() -> str:
     return "".join(f", {name}={os.environ[name]}" for name in THREADS if name in os.environ)
+
+
+def _compiler() -> str:
+    name = os.environ.get("CXX", "g++")
+    return shutil.which(name) or f"{name} not on the path: torch_compile programs run but cannot be exported"
 
 
 def _store(store: Path) -> str:

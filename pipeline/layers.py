@@ -102,7 +102,7 @@ class RmsNorm(nn.Module):
         """Any shape whose last axis is the norm's size."""
         if self.offset:
             return F.rms_norm(x.float(), self.size, self.weight.float() + self.offset, self.eps).to(x.dtype)
-        return F.rms_norm(x, self.size, self.weight, self.eps)
+        return F.rms_norm(x, self.size, self.weight.to(x.dtype), self.eps)  # they differ under autocast
 
 
 class Layer(nn.Module):
@@ -123,7 +123,7 @@ class Layer(nn.Module):
         self.spec = spec
         for role, linear in spec.linears.items():
             self.add_module(role, _linear(linear, dtype))
-        self.input_norm, self.mlp_norm = _norm(spec.input_norm, dtype), _norm(spec.mlp_norm, dtype)
+        self.input_norm, self.mlp_norm = make_norm(spec.input_norm, dtype), make_norm(spec.mlp_norm, dtype)
         self.post_attention_norm = _optional_norm(spec.post_attention_norm, dtype)
         self.post_mlp_norm = _optional_norm(spec.post_mlp_norm, dtype)
         self.q_norm, self.k_norm = _optional_norm(spec.q_norm, dtype), _optional_norm(spec.k_norm, dtype)
@@ -209,7 +209,7 @@ class Decoder(nn.Module):
         self.spec = spec
         dtype: torch.dtype = getattr(torch, spec.dtype)
         self.layers = nn.ModuleList(Layer(layer, dtype) for layer in spec.layers)
-        self.norm = _norm(spec.final_norm, dtype)
+        self.norm = make_norm(spec.final_norm, dtype)
         self.head = _linear(spec.head, dtype)
         self.embedding = None if spec.is_tied else _table(spec.vocab_size, spec.hidden_size, dtype)
         self.positions = _table(spec.max_positions, spec.hidden_size, dtype) if spec.position_embedding else None
@@ -219,10 +219,7 @@ class Decoder(nn.Module):
             self._places.update({linear.name: (layer, role) for role, linear in layer.spec.linears.items()})
         self._ropes: list[Rope] = list(dict.fromkeys(x.rope for x in spec.layers if x.rope is not None))
         self._rope_of = [None if x.rope is None else self._ropes.index(x.rope) for x in spec.layers]
-        owners = [i for i, x in enumerate(spec.layers) if x.kv_from_layer is None]
-        self._slot_of = [
-            owners.index(i if x.kv_from_layer is None else x.kv_from_layer) for i, x in enumerate(spec.layers)
-        ]
+        self._slot_of = cache_slots(spec)
         self._frequencies: dict[torch.device, list[Tensor]] = {}
 
     @property
@@ -335,7 +332,7 @@ class Decoder(nn.Module):
         Returns:
             (B, n, V) float32.
         """
-        step = _Step(cache, lengths, positions, mask)
+        step = CacheStep(cache, lengths, positions, mask)
         rotary = self.rotary(positions)
         x = self.embed(ids, positions)
         for index, layer in enumerate(self.layers):
@@ -403,12 +400,28 @@ class Decoder(nn.Module):
         if positions.device not in self._frequencies:
             tensors = [torch.tensor(x.inv_freq, dtype=torch.float32, device=positions.device) for x in self._ropes]
             self._frequencies[positions.device] = tensors
-        found = []
-        for rope, frequencies in zip(self._ropes, self._frequencies[positions.device], strict=True):
-            angles = positions[:, None, :, None].float() * frequencies
-            cos, sin = angles.cos() * rope.factor, angles.sin() * rope.factor
-            found.append((torch.cat((cos, cos), -1).to(self.dtype), torch.cat((-sin, sin), -1).to(self.dtype)))
-        return found
+        pairs = zip(self._ropes, self._frequencies[positions.device], strict=True)
+        return [rotary(rope, frequencies, positions, self.dtype) for rope, frequencies in pairs]
+
+
+def rotary(rope: Rope, frequencies: Tensor, positions: Tensor, dtype: torch.dtype) -> Rotary:
+    """cos and sin of a rope at positions (B, K), computed in float32.
+
+    Args:
+        rope: Its factor is applied.
+        frequencies: Its `inv_freq`, float32, on the positions' device.
+        positions: (B, K) int64.
+        dtype: Of the result.
+    """
+    angles = positions[:, None, :, None].float() * frequencies
+    cos, sin = angles.cos() * rope.factor, angles.sin() * rope.factor
+    return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
+
+
+def cache_slots(spec: ModelSpec) -> list[int]:
+    """For each layer the index, among the layers that own keys and values, of those that it attends to."""
+    owners = [i for i, x in enumerate(spec.layers) if x.kv_from_layer is None]
+    return [owners.index(i if x.kv_from_layer is None else x.kv_from_layer) for i, x in enumerate(spec.layers)]
 
 
 def fold(decoder: Decoder) -> None:
@@ -440,10 +453,18 @@ class _View:
     is_causal: bool
 
 
-class _Step:
+class CacheStep:
     """Keys and values of one step: written to the cache, then attended to up to the longest row."""
 
     def __init__(self, cache: Sequence[Tensor], lengths: Tensor, positions: Tensor, mask: Tensor | None) -> None:
+        """Begin a step.
+
+        Args:
+            cache: As in `Decoder.forward`, like the rest.
+            lengths: (B,) int64.
+            positions: (B, K) int64.
+            mask: (K, K) bool or None.
+        """
         self.cache, self.lengths, self.positions, self.mask = cache, lengths, positions, mask
         self.width = positions.shape[1]
         rows = lengths.tolist()
@@ -579,14 +600,15 @@ def _table(rows: int, width: int, dtype: torch.dtype) -> nn.Embedding:
     return nn.Embedding(rows, width, device="meta", dtype=dtype).to_empty(device="cpu")
 
 
-def _norm(norm: Norm, dtype: torch.dtype) -> RmsNorm | nn.LayerNorm:
+def make_norm(norm: Norm, dtype: torch.dtype) -> RmsNorm | nn.LayerNorm:
+    """The module of a norm, without values."""
     if norm.kind == "rms":
         return RmsNorm(norm, dtype)
     return nn.LayerNorm(norm.size, eps=norm.eps, device="meta", dtype=dtype).to_empty(device="cpu")
 
 
 def _optional_norm(norm: Norm | None, dtype: torch.dtype) -> RmsNorm | nn.LayerNorm | None:
-    return None if norm is None else _norm(norm, dtype)
+    return None if norm is None else make_norm(norm, dtype)
 
 
 def _stored(name: str, module: nn.Module, is_transposed: bool) -> dict[str, Tensor]:

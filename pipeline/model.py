@@ -46,7 +46,7 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """A model folder holds at least one of these."""
 FLOATS: Mapping[str, DType] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 STORED_AS: Mapping[DType, str] = {dtype: name for name, dtype in FLOATS.items()}
-TORCH_NAMES: Mapping[str, str] = {**FLOATS, "F64": "float64", "I64": "int64", "I32": "int32"}
+TORCH_NAMES: Mapping[str, str] = {**FLOATS, "F64": "float64", "I64": "int64", "I32": "int32", "U8": "uint8"}
 
 
 # Reading.

@@ -328,3 +328,140 @@ def slow_gptq(weight: Any, hessian: Any, scale: Any, zero: Any, bits: int, order
             error = (w[row, column] - (code - z) * s) / inverse[0, 0]
             w[row, left] -= error * inverse[0]
     return codes
+
+
+def slow_signed_step(
+    start: Sequence[Any], bits: int, gradient: Any, offset: Any, multiplier: Any, rates: tuple[float, float]
+) -> tuple[Any, Any]:
+    """One step of AutoRound by autograd: rounding passed straight through, clamping not.
+
+    Args:
+        start: W (out, in), s₀ and z (out, groups).
+        bits: Width of a code.
+        gradient: By Ŵ (out, in).
+        offset: V (out, groups, group size).
+        multiplier: m (out, groups, 1).
+        rates: How far V and m move.
+
+    Returns:
+        V and m after the step.
+    """
+    import torch
+
+    from strop.numerics import round_scales
+
+    weight, scale, zero = start
+    v, m = offset.clone().requires_grad_(), multiplier.clone().requires_grad_()
+    s, z = m * scale[..., None], zero[..., None].float()
+    s = s + (round_scales(s) - s).detach()
+    u = weight.reshape(v.shape) / s + z + v
+    q = (u + (u.round() - u).detach()).clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    ((q - z) * s * gradient.reshape(v.shape)).sum().backward()
+    with torch.no_grad():
+        return (v - rates[0] * v.grad.sign()).clamp(-0.5, 0.5), m - rates[1] * m.grad.sign()
+
+
+def slow_fisher(decoder: Any, index: int, x: Any) -> Any:
+    """Second derivative of KL by the hidden states after a layer, from the whole Jacobian, mean over tokens.
+
+    Args:
+        decoder: Float32.
+        index: Of the layer.
+        x: Its outputs (1, T, hidden).
+
+    Returns:
+        (hidden, hidden), each token scaled to hidden states of mean square 1.
+    """
+    import torch
+
+    def logits(hidden: Any) -> Any:
+        kept: dict[int, Any] = {}
+        for later in range(index + 1, len(decoder.layers)):
+            hidden = decoder.block(later, hidden, kept=kept)
+        return decoder.logits(hidden)[0]
+
+    p = logits(x).detach().softmax(-1)
+    jacobian = torch.autograd.functional.jacobian(logits, x)[:, :, 0]  # (T, V, T, hidden)
+    total = torch.zeros(x.shape[-1], x.shape[-1])
+    for i in range(x.shape[1]):  # the token whose hidden states change
+        for j in range(x.shape[1]):  # the token whose prediction does
+            curvature = torch.diag(p[j]) - torch.outer(p[j], p[j])
+            total += x[0, i].square().mean() * jacobian[j, :, i].T @ curvature @ jacobian[j, :, i]
+    return total / x.shape[1]
+
+
+def quantized(source: Path, out: Path, choices: Any, *, head: bool = True) -> Path:
+    """A checkpoint folder rounded to nearest, manifest included.
+
+    Args:
+        source: The checkpoint.
+        out: Where.
+        choices: One quantization for every linear, or one by linear's name.
+        head: One for every linear includes the head.
+    """
+    from strop.model import Weights, load_linear, packed_tensors, read_spec, save_checkpoint
+    from strop.numerics import find_scales, quantize
+
+    spec = read_spec(source)
+    if not isinstance(choices, Mapping):
+        choices = {x.name: choices for x in spec.linears() if head or x is not spec.head}
+    new = spec.quantize(choices)
+    out.mkdir()
+    with Weights(source) as weights:
+        changed: dict[str, Any] = {}
+        for old, linear in zip(spec.linears(), new.linears(), strict=True):
+            if linear.quantization is not None:
+                weight = load_linear(weights, old)
+                scale, zero = find_scales(weight, linear.quantization)
+                codes = quantize(weight, scale, zero, linear.quantization.bits)
+                changed.update(packed_tensors(linear, codes, scale, zero))
+        save_checkpoint(out, new, source, changed.items())
+    with_spec(out, new)
+    return out
+
+
+def with_spec(folder: Path, spec: Any) -> None:
+    """Write the manifest of a checkpoint."""
+    from strop.artifact import Manifest, write_manifest
+
+    write_manifest(folder, Manifest("checkpoint", "0" * 64, spec.to_json()))
+
+
+def random_ids(*shape: int, seed: int = 0) -> Any:
+    """Token ids of a tiny model."""
+    import numpy as np
+
+    return np.random.default_rng(seed).integers(0, VOCAB_SIZE, shape)
+
+
+def kl(p: Any, q: Any) -> float:
+    """Mean KL(p ‖ q) in nats over positions."""
+    import numpy as np
+
+    p64, q64 = (x.astype(np.float64) - np.logaddexp.reduce(x.astype(np.float64), -1, keepdims=True) for x in (p, q))
+    return float((np.exp(p64) * (p64 - q64)).sum(-1).mean())
+
+
+def walk_session(session: Any, seed: int) -> list[Any]:
+    """Logits of prompts of 1, 5 and 17 tokens, and after each of steps of 1, 4, 9 and 1 tokens, rows ragged."""
+    import numpy as np
+
+    batch, found = len(session.lengths), []
+    for prompt in (1, 5, 17):
+        session.truncate([0] * batch)
+        found.append(session.step(random_ids(batch, prompt, seed=seed), logits="all").copy())
+        for width in (1, 4, 9, 1):
+            counts = np.array([width, (width + 1) // 2, max(1, width - 1)][:batch])
+            found.append(session.step(random_ids(batch, width, seed=seed + width), counts=counts).copy())
+    return found
+
+
+def assert_close(program: Any, reference: Any, *, atol: float = 2e-5, max_kl: float = 1e-6) -> None:
+    """Both programs give the same logits for 1 and 3 rows, in the steps of `walk_session`."""
+    import numpy as np
+
+    for batch in (1, 3):
+        found = (walk_session(x.open(batch, 64), 1) for x in (program, reference))
+        for ours, theirs in zip(*found, strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=atol)
+            assert kl(theirs, ours) <= max_kl

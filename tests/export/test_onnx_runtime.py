@@ -10,21 +10,20 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from references import VOCAB_SIZE, tiny_folder
+from references import assert_close, kl, quantized, random_ids, tiny_folder, with_spec
 
 from strop.artifact import Artifact, Manifest, write_manifest
 from strop.errors import UserError
 from strop.export.eager import Eager
 from strop.export.onnx_runtime import OnnxRuntime
 from strop.families import FAMILIES
-from strop.model import Weights, load_linear, load_packed, packed_tensors, read_spec, save_checkpoint
-from strop.program import Program, Session, Tree
-from strop.spec import ModelSpec, Quantization
+from strop.model import Weights, load_packed, read_spec, save_checkpoint
+from strop.program import Program, Tree
+from strop.spec import Quantization
 from strop.stage import Context, Stage
 
 pytest.importorskip("onnxruntime")
@@ -47,63 +46,6 @@ def export(tmp_path: Path) -> Export:
         return program
 
     return run
-
-
-def quantized(source: Path, out: Path, choices: dict[str, Quantization] | Quantization, *, head: bool = True) -> Path:
-    """`source` rounded to nearest; one quantization for everything (the head where `head`), or one by linear's name."""
-    from strop.numerics import find_scales, quantize
-
-    spec = read_spec(source)
-    if isinstance(choices, Quantization):
-        names = [x.name for x in spec.linears() if head or x is not spec.head]
-        choices = dict.fromkeys(names, choices)
-    new = spec.quantize(choices)
-    out.mkdir()
-    with Weights(source) as weights:
-        changed: dict[str, Any] = {}
-        for old, linear in zip(spec.linears(), new.linears(), strict=True):
-            if linear.quantization is not None:
-                weight = load_linear(weights, old)
-                scale, zero = find_scales(weight, linear.quantization)
-                codes = quantize(weight, scale, zero, linear.quantization.bits)
-                changed.update(packed_tensors(linear, codes, scale, zero))
-        save_checkpoint(out, new, source, changed.items())
-    with_spec(out, new)
-    return out
-
-
-def with_spec(folder: Path, spec: ModelSpec) -> None:
-    write_manifest(folder, Manifest("checkpoint", KEY, spec.to_json()))
-
-
-def kl(p: Floats, q: Floats) -> float:
-    """Mean KL(p ‖ q) in nats over positions."""
-    p64, q64 = (x.astype(np.float64) - np.logaddexp.reduce(x.astype(np.float64), -1, keepdims=True) for x in (p, q))
-    return float((np.exp(p64) * (p64 - q64)).sum(-1).mean())
-
-
-def random_ids(*shape: int, seed: int = 0) -> NDArray[np.int64]:
-    return np.random.default_rng(seed).integers(0, VOCAB_SIZE, shape)
-
-
-def walk(session: Session, seed: int) -> list[Floats]:
-    """Logits of prompts of 1, 5 and 17 tokens, and after each of steps of 1, 4, 9 and 1 tokens, rows ragged."""
-    batch, found = len(session.lengths), []
-    for prompt in (1, 5, 17):
-        session.truncate([0] * batch)
-        found.append(session.step(random_ids(batch, prompt, seed=seed), logits="all").copy())
-        for width in (1, 4, 9, 1):
-            counts = np.array([width, (width + 1) // 2, max(1, width - 1)][:batch])
-            found.append(session.step(random_ids(batch, width, seed=seed + width), counts=counts).copy())
-    return found
-
-
-def assert_close(program: Program, reference: Program, *, atol: float = 2e-5, max_kl: float = 1e-6) -> None:
-    for batch in (1, 3):
-        pairs = zip(walk(program.open(batch, 64), 1), walk(reference.open(batch, 64), 1), strict=True)
-        for ours, theirs in pairs:
-            np.testing.assert_allclose(ours, theirs, atol=atol)
-            assert kl(theirs, ours) <= max_kl
 
 
 @pytest.mark.parametrize("family", FAMILIES)
