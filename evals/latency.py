@@ -1,7 +1,7 @@
 """How fast a program generates, as paired ratios to its references: the only figures of speed that a gate should bind.
 
 Candidate and reference are two processes pinned to the same cores, each alone in its turn, prompt by prompt as AB, BA.
-It ends after 20, 40 or 80 pairs: as soon as the intervals are narrow. Bounds hold over all looks together at about 95 %.
+It ends after 20, 40 or 80 pairs: as soon as intervals are narrow. Bounds hold over all looks together at about 95 %.
 A second copy of the candidate tells whether there is a difference where there should be none: where the kernel puts the
 memory of a process alone moves its speed by some percent for as long as it lives. Such a difference widens every bound.
 """
