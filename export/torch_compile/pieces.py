@@ -60,7 +60,8 @@ class Matrix(nn.Module):
         """(1, N, in) -> (1, N, out)."""
         if x.shape[1] != 1:
             return F.linear(x, self.dense(x.dtype), self.bias)
-        y = self._reduce(x.flatten().float())
+        # A view of its own makes the compiler store x: otherwise it computes x, norm and all, anew for every row of W.
+        y = self._reduce(x.flatten().float().as_strided((x.shape[2],), (1,)))
         if self.bias is not None:
             y = y + self.bias.float()
         return y.to(x.dtype)[None, None]
