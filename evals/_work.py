@@ -10,7 +10,8 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from strop.export.onnx_runtime import layout
+from strop.export.onnx_runtime import layout as onnx
+from strop.export.torch_compile import layout as compiled
 from strop.program import Traits
 from strop.spec import DTYPE_BYTES, LayerSpec, Linear, ModelSpec
 
@@ -94,7 +95,10 @@ def weight_bytes(linear: Linear, traits: Traits) -> int:
     if linear.quantization is None or traits.runtime == "eager":
         return item * linear.in_features * linear.out_features + bias
     if traits.runtime == "onnx_runtime":
-        return layout.packing(linear).size_bytes(linear.out_features) + bias
+        return onnx.packing(linear).size_bytes(linear.out_features) + bias
+    form = compiled.packing(linear)
+    if traits.runtime == "torch_compile" and form is not None:
+        return form.size_bytes(linear.out_features) + bias
     return linear.size_bytes(traits.dtype) - SHAPE_BYTES
 
 

@@ -15,6 +15,7 @@ from strop.artifact import Artifact, Manifest, write_manifest
 from strop.evals._work import weight_bytes, work
 from strop.export.eager import DecoderProgram, Eager
 from strop.export.onnx_runtime import OnnxRuntime
+from strop.export.torch_compile import layout as compiled
 from strop.families import FAMILIES
 from strop.methods.rtn import Rtn
 from strop.model import read_spec
@@ -168,3 +169,11 @@ def test_a_layer_that_shares_keys_reads_them_once_more(tmp_path: Path) -> None:
 
 def step_bytes(spec: ModelSpec) -> int:
     return work(spec, traits_of("eager"), 5, 1).size_bytes
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_a_compiled_step_reads_all_that_the_program_stores(bits: Any, tmp_path: Path) -> None:
+    rtn = Rtn(bits=bits, group_size=16, symmetric=False, targets=["*"])
+    _, spec, _ = lowered(tiny_folder(tmp_path / "source", "qwen2"), tmp_path / "small", rtn)
+    read = work(spec, traits_of("torch_compile", "bfloat16"), 5, 1).read_bytes
+    assert read["linears"] + read["head"] + read["norms"] == compiled.size_bytes(spec, "bfloat16")
