@@ -130,54 +130,47 @@ def write_weights(spec: ModelSpec, dtype: DType, weights: Weights, out: Path) ->
         out: Folder of the package.
     """
     found: dict[str, Piece] = {}
-    for index, layer in enumerate(spec.layers):
-        prefix = f"layers.{index}"
-        for role, linear in layer.linears.items():
-            found |= _linear(f"{prefix}.{role}", linear, dtype, weights)
-        for role in ("input_norm", "mlp_norm", "post_attention_norm", "post_mlp_norm", "q_norm", "k_norm"):
-            norm: Norm | None = getattr(layer, role)
-            if norm is not None:
-                found |= _norm(f"{prefix}.{role}", norm, dtype, weights)
-    found |= _norm(layout.NORM, spec.final_norm, dtype, weights) | _linear(layout.HEAD, spec.head, dtype, weights)
-    if not spec.is_tied:
-        shape = (spec.vocab_size, spec.hidden_size)
-        found[f"{layout.EMBEDDING}.weight"] = _float(f"{spec.embedding}.weight", shape, dtype, weights)
-    if spec.position_embedding:
-        shape = (spec.max_positions, spec.hidden_size)
-        found[f"{layout.POSITIONS}.weight"] = _float(f"{spec.position_embedding}.weight", shape, dtype, weights)
+    for linear in spec.linears():
+        found |= _linear(linear, dtype, weights)
+    for norm in spec.norms():
+        found |= _norm(norm, dtype, weights)
+    tables = [] if spec.is_tied else [(spec.embedding, spec.vocab_size)]
+    tables += [(spec.position_embedding, spec.max_positions)] if spec.position_embedding else []
+    for name, rows in tables:
+        found[f"{name}.weight"] = _float(f"{name}.weight", (rows, spec.hidden_size), dtype, weights)
     write_tensors(out, found)
 
 
-def _linear(prefix: str, linear: Linear, dtype: DType, weights: Weights) -> dict[str, Piece]:
+def _linear(linear: Linear, dtype: DType, weights: Weights) -> dict[str, Piece]:
     rows, form = linear.out_features, layout.packing(linear)
     found = {}
     if linear.has_bias:
-        found[f"{prefix}.bias"] = _float(f"{linear.name}.bias", (rows,), dtype, weights)
+        found[f"{linear.name}.bias"] = _float(f"{linear.name}.bias", (rows,), dtype, weights)
     if form is None:
 
         def dense() -> memoryview:
             return tensor_bytes(load_linear(weights, linear), STORED[dtype])
 
-        return {**found, f"{prefix}.weight": Piece(STORED[dtype], (rows, linear.in_features), dense)}
+        return {**found, f"{linear.name}.weight": Piece(STORED[dtype], (rows, linear.in_features), dense)}
 
     def part(name: str) -> memoryview:
         codes, scale, zero = load_packed(weights, linear)
-        if name == "scale":
+        if name == "scales":
             return tensor_bytes(scale, "BF16")
         packed, offset = pack(form, codes, zero)
         return tensor_bytes(packed, "U8") if name == "codes" else tensor_bytes(offset, "BF16")
 
-    shapes = {"codes": ("U8", (rows, form.groups, form.width)), "scale": ("BF16", (rows, form.groups))}
+    shapes = {"codes": ("U8", (rows, form.groups, form.width)), "scales": ("BF16", (rows, form.groups))}
     if form.has_offsets:
-        shapes["offset"] = ("BF16", (rows, form.groups))
+        shapes["offsets"] = ("BF16", (rows, form.groups))
     return found | {
-        f"{prefix}.{name}": Piece(kind, shape, partial(part, name)) for name, (kind, shape) in shapes.items()
+        f"{linear.name}.{name}": Piece(kind, shape, partial(part, name)) for name, (kind, shape) in shapes.items()
     }
 
 
-def _norm(prefix: str, norm: Norm, dtype: DType, weights: Weights) -> dict[str, Piece]:
+def _norm(norm: Norm, dtype: DType, weights: Weights) -> dict[str, Piece]:
     parts = ("weight", "bias") if norm.kind == "layer" else ("weight",)
-    return {f"{prefix}.{x}": _float(f"{norm.name}.{x}", (norm.size,), dtype, weights) for x in parts}
+    return {f"{norm.name}.{x}": _float(f"{norm.name}.{x}", (norm.size,), dtype, weights) for x in parts}
 
 
 def _float(name: str, shape: tuple[int, ...], dtype: DType, weights: Weights) -> Piece:

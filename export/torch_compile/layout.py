@@ -7,13 +7,11 @@ import json
 from dataclasses import dataclass
 
 from strop.errors import UserError
-from strop.spec import DTYPE_BYTES, DType, LayerSpec, Linear, ModelSpec, Rope
+from strop.spec import DTYPE_BYTES, DType, LayerSpec, Linear, ModelSpec, Norm, Rope
 
 PACKAGE = "model.pt2"
 FACTS = "compiled.json"
 """What the package was compiled for: version of torch, instruction sets."""
-HEAD, NORM, EMBEDDING, POSITIONS = "head", "norm", "embedding", "positions"
-"""How names of tensors outside the layers begin; those inside begin with `layers.<index>.`."""
 SCALE_BYTES = OFFSET_BYTES = 2
 VECTOR = 16
 """Floats that are computed together."""
@@ -53,6 +51,18 @@ class Packing:
         """Codes, scales and offsets of that many rows."""
         per_group = self.width + SCALE_BYTES + (OFFSET_BYTES if self.has_offsets else 0)
         return rows * self.groups * per_group
+
+
+def stored_name(layer: LayerSpec, part: str) -> str:
+    """What a tensor of a layer is called in the weights' file: `q.codes` -> `model.layers.0.self_attn.q_proj.codes`.
+
+    Args:
+        layer: Whose tensor.
+        part: Role of the linear or norm, and which of its tensors.
+    """
+    role, _, kind = part.partition(".")
+    place: Linear | Norm = layer.linears[role] if role in layer.linears else getattr(layer, role)
+    return f"{place.name}.{kind}"
 
 
 def packing(linear: Linear) -> Packing | None:

@@ -29,15 +29,15 @@ class Matrix(nn.Module):
     Attributes:
         weight: W, unless it is packed.
         codes: uint8 (out, groups, width), codes made unsigned.
-        scale: bfloat16 (out, groups).
-        offset: bfloat16 (out, groups): what a code of zero weight is; where it differs between groups.
+        scales: bfloat16 (out, groups).
+        offsets: bfloat16 (out, groups): what a code of zero weight is; where it differs between groups.
         bias: (out,) or None.
     """
 
     weight: Tensor
     codes: Tensor
-    scale: Tensor
-    offset: Tensor
+    scales: Tensor
+    offsets: Tensor
     bias: Tensor | None
 
     def __init__(self, linear: Linear, dtype: torch.dtype) -> None:
@@ -50,9 +50,9 @@ class Matrix(nn.Module):
             groups = (rows, self.packing.groups)
             codes = torch.empty(*groups, self.packing.width, dtype=torch.uint8, device="meta")
             self.register_buffer("codes", codes)
-            self.register_buffer("scale", torch.empty(groups, dtype=torch.bfloat16, device="meta"))
+            self.register_buffer("scales", torch.empty(groups, dtype=torch.bfloat16, device="meta"))
             if self.packing.has_offsets:
-                self.register_buffer("offset", torch.empty(groups, dtype=torch.bfloat16, device="meta"))
+                self.register_buffer("offsets", torch.empty(groups, dtype=torch.bfloat16, device="meta"))
         bias = torch.empty(rows, dtype=dtype, device="meta") if linear.has_bias else None
         self.register_buffer("bias", bias)
 
@@ -70,7 +70,7 @@ class Matrix(nn.Module):
         """W (out, in)."""
         if self.packing is None:
             return self.weight
-        weight = dequantize(self.packing, self.codes, self.scale, self.offset if self.packing.has_offsets else None)
+        weight = dequantize(self.packing, self.codes, self.scales, self.offsets if self.packing.has_offsets else None)
         return weight.to(dtype)
 
     def _reduce(self, x: Tensor) -> Tensor:
@@ -81,13 +81,13 @@ class Matrix(nn.Module):
         # Sums over whole vectors of bytes, so that a row's horizontal sum is taken once and not once for each group.
         parts = x.view(form.groups, form.fields, form.chunks, -1)
         codes = self.codes.view(len(self.codes), form.groups, form.chunks, -1)
-        offset = self.offset if form.has_offsets else None
+        offset = self.offsets if form.has_offsets else None
         terms = [
             field * parts[:, index, chunk]
             for chunk in range(form.chunks)
             for index, field in enumerate(_fields(form, codes[:, :, chunk], offset))
         ]
-        return (sum(terms[1:], terms[0]) * self.scale.float()[:, :, None]).sum((1, 2))
+        return (sum(terms[1:], terms[0]) * self.scales.float()[:, :, None]).sum((1, 2))
 
 
 def dequantize(form: layout.Packing, codes: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
@@ -112,7 +112,7 @@ def pack(form: layout.Packing, codes: Tensor, zero: Tensor) -> tuple[Tensor, Ten
         zero: z (out, groups), int8.
 
     Returns:
-        `codes` and `offset` of `Matrix`.
+        `codes` and `offsets` of `Matrix`.
     """
     unsigned = (codes.to(torch.int16) + form.half).to(torch.uint8)
     fields = unsigned.view(len(codes), form.groups, form.fields, form.width)

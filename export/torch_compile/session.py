@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,37 +119,40 @@ class CompiledProgram(Program):
     def _embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         """(B, K, H)."""
         form = layout.packing(self.spec.head)
-        table = self.tensors.get(f"{layout.EMBEDDING}.weight", self.tensors.get(f"{layout.HEAD}.weight"))
+        head = self.spec.head.name
+        table = self.tensors.get(f"{self.spec.embedding}.weight", self.tensors.get(f"{head}.weight"))
         if table is not None:
             x = F.embedding(ids, table)
         else:
             assert form is not None, "a tied head is dense or packed"
-            parts = (self.tensors.get(f"{layout.HEAD}.{name}") for name in ("codes", "scale", "offset"))
-            codes, scale, offset = (None if part is None else part[ids.flatten()] for part in parts)
+            parts = (self.tensors.get(f"{head}.{name}") for name in ("codes", "scales", "offsets"))
+            codes, scales, offsets = (None if part is None else part[ids.flatten()] for part in parts)
             assert codes is not None
-            assert scale is not None
-            x = dequantize(form, codes, scale, offset).to(self.dtype).view(*ids.shape, -1)
+            assert scales is not None
+            x = dequantize(form, codes, scales, offsets).to(self.dtype).view(*ids.shape, -1)
         if self.spec.embedding_scale != 1.0:
             x = x * torch.tensor(self.spec.embedding_scale, dtype=x.dtype)
-        learned = self.tensors.get(f"{layout.POSITIONS}.weight")
+        learned = self.tensors.get(f"{self.spec.position_embedding}.weight")
         return x if learned is None else x + F.embedding(positions, learned)
 
     def _pieces(self, package: str, suffix: str) -> _Pieces:
         """The functions of the package for one token or for more, each with its layer's tensors."""
         loaders: dict[str, Any] = {}
 
-        def piece(name: str, module: Half | Head, prefix: str) -> _Piece:
+        def piece(name: str, names: Iterable[str]) -> _Piece:
             if name not in loaders:
                 loaders[name] = torch._C._aoti.AOTIModelPackageLoader(package, f"{name}.{suffix}", True, 1, -1)
-            return _Piece(loaders[name], [self.tensors[f"{prefix}{x}"] for x in module.tensors])
+            return _Piece(loaders[name], [self.tensors[x] for x in names])
 
-        before: list[_Piece] = []
-        after: list[_Piece] = []
-        for index, kind in enumerate(layout.kinds(self.spec)):
-            layer = self.spec.layers[index]
-            for found, name, is_before in ((before, "before", True), (after, "after", False)):
-                found.append(piece(f"{name}.{kind}", Half(layer, self.dtype, is_before=is_before), f"layers.{index}."))
-        return _Pieces(before, after, piece("head", Head(self.spec, self.dtype), ""))
+        halves: dict[str, list[_Piece]] = {"before": [], "after": []}
+        for layer, kind in zip(self.spec.layers, layout.kinds(self.spec), strict=True):
+            for name, found in halves.items():
+                parts = Half(layer, self.dtype, is_before=name == "before").tensors
+                found.append(piece(f"{name}.{kind}", (layout.stored_name(layer, x) for x in parts)))
+        places = {"norm": self.spec.final_norm.name, "head": self.spec.head.name}
+        parts = (x.split(".") for x in Head(self.spec, self.dtype).tensors)
+        head = piece("head", (f"{places[module]}.{kind}" for module, kind in parts))
+        return _Pieces(halves["before"], halves["after"], head)
 
 
 @dataclass(frozen=True)

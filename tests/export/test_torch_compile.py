@@ -14,6 +14,7 @@ import pytest
 import torch
 from references import assert_close, kl, quantized, random_ids, tiny_folder
 
+from strop import faults
 from strop.artifact import Artifact, Manifest, hash_file, write_manifest
 from strop.errors import UserError
 from strop.export.eager import Eager
@@ -141,6 +142,16 @@ def test_one_piece_serves_all_layers_that_are_built_alike(tmp_path: Path) -> Non
     assert layout.kinds(read_spec(tiny_folder(tmp_path / "smollm3", "smollm3"))) == [0, 1, 0]
     gemma = read_spec(tiny_folder(tmp_path / "gemma", "gemma3_text"))  # another rope: other frequencies, no other code
     assert layout.kinds(gemma) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("fault", faults.FAULTS, ids=lambda x: x.name)
+def test_planted_faults_reach_it(built: Built, tmp_path: Path, fault: faults.Fault) -> None:
+    planted = faults.plant(fault, Artifact(built.out, "program", KEY), tmp_path / "planted")
+    wrong, right = (
+        x.open(1, 24).step(random_ids(1, 17), logits="all").copy() for x in (open_program(planted), built.open())
+    )
+    assert np.isfinite(wrong).all()
+    assert np.abs(wrong - right).max() > 0.02 * right.std()
 
 
 @pytest.fixture
