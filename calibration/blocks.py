@@ -1,0 +1,234 @@
+"""Walks a model block by block for methods that learn from a block's output, not from the inputs of single linears.
+
+Two sets of hidden states go through each block: those of the unchanged model, whose outputs are the targets, and those
+that the changed blocks before it give. Products are taken in bfloat16 (several times faster than float32 where the
+processor knows it, with an error far below that of 8-bit weights), hidden states are kept in float32. One block's
+weights are in memory at a time. Leaves out what is learned (methods/).
+
+Legend: N samples, T tokens, H hidden size, B samples that are computed together; x hidden states, g their gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from strop.calibration.capture import CHUNK_TOKENS, Stream, check_ids, hessian
+from strop.layers import Decoder
+from strop.spec import Linear, ModelSpec
+
+HEAD_TOKENS = 256
+"""Tokens whose logits are in memory together."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block between its inputs, as changed blocks give them, and its outputs in the unchanged model.
+
+    Attributes:
+        index: Of the layer.
+        linears: In the order of computation.
+        module: Linear name -> the linear, its weight W (out, in) float32 and without gradient. Put another in its
+            place to change what `compute` and everything after it gives.
+        compute: Indices of samples (B,) -> the block's outputs (B, T, H) float32, with a graph where gradients are
+            enabled and a weight wants some.
+        targets: (N, T, H) float32: outputs of the unchanged block in the unchanged model.
+        num_chunk: Samples that fit into one computation.
+    """
+
+    index: int
+    linears: Sequence[Linear]
+    module: Callable[[str], nn.Linear]
+    compute: Callable[[Tensor], Tensor]
+    targets: Tensor
+    num_chunk: int
+
+    def energy(self) -> dict[str, Tensor]:
+        """Linear name -> the energy of each of its inputs (in,), over some samples: Σ x² / mean square of the target.
+
+        A token counts by how large its hidden states are, because the norms that read them take the size away: without
+        that the first token, whose states are many times larger than others', is all that counts.
+        """
+        rows = torch.arange(min(self.num_chunk, len(self.targets)))
+        weights = 1 / mean_square(self.targets[rows]).flatten(0, -2)
+        found: dict[str, Tensor] = {}
+
+        def measure(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+            def see(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+                # No product: autocast would take it in bfloat16.
+                found[name] = (inputs[0].float().flatten(0, -2).square() * weights).sum(0)
+
+            return see
+
+        with ExitStack() as stack:
+            for linear in self.linears:
+                handle = self.module(linear.name).register_forward_pre_hook(measure(linear.name))
+                stack.callback(handle.remove)
+            self.compute(rows)
+        return found
+
+
+Visit = Callable[[Block], bool]
+"""Sees a block, may change its weights, says whether to go on."""
+
+
+@torch.no_grad()
+def walk_blocks(folder: Path, spec: ModelSpec, ids: Tensor, visit: Visit) -> None:
+    """Show every block to `visit`, from the first to the last.
+
+    Args:
+        folder: The checkpoint. Quantized linears are dequantized.
+        spec: Its table.
+        ids: (samples, length) int64, on the device to compute on.
+        visit: The inputs of later blocks follow from the weights that it left. Where it returns False the walk ends.
+
+    Raises:
+        UserError: As `capture.check_ids`.
+    """
+    unchanged = _start(folder, spec, ids)
+    stream, changed = unchanged.stream, _States(unchanged.stream, unchanged.x.clone())
+    for index in range(len(spec.layers)):
+        stream.load_layer(index)
+        unchanged.advance(index)
+        if not visit(_block(index, unchanged, changed)):
+            return
+        changed.advance(index)
+        stream.free_layer()
+
+
+@torch.no_grad()
+def sensitivities(folder: Path, spec: ModelSpec, ids: Tensor, seed: int) -> Iterator[tuple[int, Tensor]]:
+    """How much the model's predictions change with the hidden states after each block.
+
+    A small change δ of hidden states costs ½ δᵀ F δ of KL, with F the Fisher information: the mean of g gᵀ over
+    gradients g of v · logits, where v is random with mean(v vᵀ) = diag(p) - p pᵀ, the second derivative of KL in the
+    logits. Averaged over tokens, each scaled to hidden states of mean square 1 first, as the norms that read them do.
+    Guiding quantization by it is the idea of Tseng et al. 2025 (YAQA, arXiv 2505.22988) and Kim et al. 2025
+    (GuidedQuant, arXiv 2505.07004). What reaches later layers through shared keys and values is left out.
+
+    Args:
+        folder: The checkpoint.
+        spec: Its table.
+        ids: (samples, length) int64, on the device to compute on.
+        seed: Of v.
+
+    Yields:
+        (layer, F (H, H) float32, symmetric), from the last layer to the first.
+
+    Raises:
+        UserError: As `capture.check_ids`.
+    """
+    states = _start(folder, spec, ids)
+    stream, inputs = states.stream, []
+    for index in range(len(spec.layers)):
+        inputs.append(states.x.to(torch.bfloat16))
+        stream.load_layer(index)
+        states.advance(index)
+        stream.free_layer()
+    stream.load_outside()
+    generator = torch.Generator(ids.device).manual_seed(seed)
+    pieces = torch.split(states.x.flatten(0, 1), HEAD_TOKENS)
+    gradients = torch.cat([_output_gradients(stream.decoder, x, generator) for x in pieces]).view_as(states.x)
+    stream.free_outside()
+    outputs = states.x
+    for index in reversed(range(len(spec.layers))):
+        scaled = gradients * mean_square(outputs).sqrt()
+        yield index, hessian(torch.split(scaled.flatten(0, 1), CHUNK_TOKENS)) / 2
+        outputs = inputs.pop().float()
+        stream.load_layer(index)
+        for rows in states.chunks():
+            with torch.enable_grad():
+                x = outputs[rows].requires_grad_()
+                (gradients[rows],) = torch.autograd.grad(states.compute(index, x, rows), x, gradients[rows])
+        stream.free_layer()
+
+
+def _output_gradients(decoder: Decoder, x: Tensor, generator: torch.Generator) -> Tensor:
+    """g of the last hidden states x (tokens, H), for one random v each."""
+    with torch.enable_grad(), torch.autocast(x.device.type, torch.bfloat16):
+        x = x.detach().requires_grad_()
+        logits = decoder.logits(x)
+    p = logits.detach().softmax(-1)
+    v = torch.randn(p.shape, generator=generator, device=p.device).mul_(p.sqrt())
+    v.sub_(p.mul_(v.sum(-1, keepdim=True)))
+    return torch.autograd.grad(logits, x, v)[0]
+
+
+def mean_square(x: Tensor) -> Tensor:
+    """Of each token: (..., H) -> (..., 1), at least 1e-12."""
+    return x.square().mean(-1, keepdim=True).clamp_min_(1e-12)
+
+
+class _States:
+    """Hidden states of all samples on their way through the blocks.
+
+    Attributes:
+        stream: What loads the weights.
+        x: (N, T, H), float32.
+        num_chunk: Samples that are computed together.
+    """
+
+    def __init__(self, stream: Stream, x: Tensor) -> None:
+        self.stream, self.x = stream, x
+        self.num_chunk = max(1, CHUNK_TOKENS // x.shape[1])
+        self._shared: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> keys and values that later layers read
+        self._owners = {layer.kv_from_layer for layer in stream.spec.layers}
+
+    def chunks(self) -> Iterator[Tensor]:
+        """Indices of all samples, a few at a time."""
+        return iter(torch.split(torch.arange(len(self.x)), self.num_chunk))
+
+    def compute(self, index: int, x: Tensor, rows: Tensor) -> Tensor:
+        """Outputs of the loaded block, layer `index`, for x (B, T, H) of the samples `rows`."""
+        return self._compute(index, x, self._kept(rows))
+
+    def advance(self, index: int) -> None:
+        """Replace the hidden states by the outputs of the loaded block, layer `index`."""
+        owned = []
+        for rows in self.chunks():
+            kept = self._kept(rows)
+            self.x[rows] = self._compute(index, self.x[rows], kept)
+            if index in self._owners:
+                owned.append(kept[index])
+        if owned:
+            self._shared[index] = torch.cat([k for k, _ in owned]), torch.cat([v for _, v in owned])
+
+    def _kept(self, rows: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
+        return {index: (k[rows], v[rows]) for index, (k, v) in self._shared.items()}
+
+    def _compute(self, index: int, x: Tensor, kept: dict[int, tuple[Tensor, Tensor]]) -> Tensor:
+        """Adds its keys and values to `kept`."""
+        rotary, attend = self.stream.decoder.whole(index, self.stream.positions, kept)
+        with torch.autocast(x.device.type, torch.bfloat16):
+            y: Tensor = self.stream.layer(x, rotary, attend)
+        return y
+
+
+def _start(folder: Path, spec: ModelSpec, ids: Tensor) -> _States:
+    """Embedded samples, in front of the first block."""
+    check_ids(spec, ids)
+    stream = Stream(folder, spec, ids)
+    stream.decoder.requires_grad_(False)
+    x = torch.cat(stream.chunks)
+    stream.chunks.clear()
+    return _States(stream, x)
+
+
+def _block(index: int, unchanged: _States, changed: _States) -> Block:
+    stream = unchanged.stream
+
+    def module(name: str) -> nn.Linear:
+        found = stream.decoder.linear(name)
+        assert isinstance(found, nn.Linear)
+        return found
+
+    def compute(rows: Tensor) -> Tensor:
+        return changed.compute(index, changed.x[rows], rows)
+
+    linears = list(stream.spec.layers[index].linears.values())
+    return Block(index, linears, module, compute, unchanged.x, unchanged.num_chunk)
