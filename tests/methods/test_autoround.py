@@ -328,13 +328,24 @@ def test_samples_longer_than_a_step_are_taken_one_by_one(
     assert len(result["report"]["relative_error_learned"]) == 3
 
 
-def test_samples_that_no_step_draws_are_left_out(
+def test_samples_beyond_what_the_steps_need_are_left_out(
     source: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(autoround, "BATCH_TOKENS", 16)  # one sample a step
-    first, _ = run(QUICK, source, tmp_path / "all")
+    stage = AutoRound(group_size=16, iterations=7)
+    first, result = run(stage, source, tmp_path / "all")
+    assert result["report"]["num_samples"] == 3  # 7 steps, each sample seen three times
     tokens = np.load(tmp_path / "all" / "tokens.npy")
     (tmp_path / "few").mkdir()
-    np.save(tmp_path / "few" / "tokens.npy", tokens[: QUICK.iterations])
-    second, _ = run(QUICK, source, tmp_path / "few")
+    np.save(tmp_path / "few" / "tokens.npy", tokens[:3])
+    second, again = run(stage, source, tmp_path / "few")
     assert hashes(first) == hashes(second)
+    assert result == again
+
+
+def test_the_plan_says_how_much_of_the_text_is_used(source: Artifact) -> None:
+    spec = read_spec(source.path)
+    few, enough = (AutoRound(group_size=16, iterations=50).plan(spec, x) for x in (65536, 1024))
+    assert few.notes == ("50 iterations use about 17066 of the 65536 calibration tokens",)
+    assert enough.notes == ()
+    assert few.memory_bytes > enough.memory_bytes
