@@ -1,4 +1,7 @@
-"""A checkpoint -> a package of compiled pieces and their weights. Leaves out running them (session.py)."""
+"""A checkpoint -> a package of compiled pieces and their weights. Leaves out running them (session.py).
+
+The package is not the same bytes twice: the compiler writes paths of its folder and a random id into it. Weights are.
+"""
 
 from __future__ import annotations
 
