@@ -150,8 +150,8 @@ class CompiledProgram(Program):
                 parts = Half(layer, self.dtype, is_before=name == "before").tensors
                 found.append(piece(f"{name}.{kind}", (layout.stored_name(layer, x) for x in parts)))
         places = {"norm": self.spec.final_norm.name, "head": self.spec.head.name}
-        parts = (x.split(".") for x in Head(self.spec, self.dtype).tensors)
-        head = piece("head", (f"{places[module]}.{kind}" for module, kind in parts))
+        ends = (x.partition(".") for x in Head(self.spec, self.dtype).tensors)
+        head = piece("head", (f"{places[module]}.{kind}" for module, _, kind in ends))
         return _Pieces(halves["before"], halves["after"], head)
 
 
