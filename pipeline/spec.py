@@ -9,12 +9,15 @@ import dataclasses
 import fnmatch
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
 from strop.errors import UserError, did_you_mean
 
 DType = Literal["float32", "bfloat16", "float16"]
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+ROLES = (("qkv", "q", "k", "v"), ("o",), ("gate_up", "gate", "up"), ("down",))
+"""Of a layer's linears, in the order of computation, those together that read the same input."""
 SCALE_BYTES = 2
 """Scales of quantized linears are stored in bfloat16 (see numerics.round_scales)."""
 
@@ -145,8 +148,7 @@ class LayerSpec:
 
     def groups(self) -> list[list[Linear]]:
         """Its linears by the input that they read, in the order of computation: attention's, `o`, the MLP's, `down`."""
-        roles = (("qkv", "q", "k", "v"), ("o",), ("gate_up", "gate", "up"), ("down",))
-        return [[self.linears[role] for role in part if role in self.linears] for part in roles]
+        return [[self.linears[role] for role in part if role in self.linears] for part in ROLES]
 
     def norms(self) -> Iterator[Norm]:
         """Every norm of the layer that is there."""
@@ -308,7 +310,7 @@ class ModelSpec:
             LayerSpec(
                 **{
                     **x,
-                    "linears": {role: _linear(y) for role, y in x["linears"].items()},
+                    "linears": {role: _linear(x["linears"][role]) for role in chain(*ROLES) if role in x["linears"]},
                     **{
                         k: _norm(x[k])
                         for k in ("input_norm", "mlp_norm", "post_attention_norm", "post_mlp_norm", "q_norm", "k_norm")

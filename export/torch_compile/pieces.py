@@ -146,7 +146,7 @@ class Half(nn.Module):
         for role, linear in layer.linears.items():
             setattr(whole, role, Matrix(linear, dtype))
         self._body = (_Before(whole) if is_before else _After(whole),)  # in a tuple: its tensors are not this module's
-        every = {name.removeprefix("layer."): x for name, x in self._body[0].state_dict().items()}
+        every = {name.removeprefix("layer."): x for name, x in sorted(self._body[0].state_dict().items())}
         self.tensors = {name: x for name, x in every.items() if (name.split(".")[0] in BEFORE) == is_before}
 
     def forward(self, inputs: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
@@ -201,7 +201,7 @@ class Head(nn.Module):
     def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
         super().__init__()
         self._body = (_Head(spec, dtype).to("meta"),)
-        self.tensors: dict[str, Tensor] = dict(self._body[0].state_dict())
+        self.tensors: dict[str, Tensor] = dict(sorted(self._body[0].state_dict().items()))
 
     def forward(self, inputs: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
         """Run it; `tensors` as the attribute says."""
