@@ -79,7 +79,10 @@ def main() -> None:
         fetch(arguments.model, "float32", parent)
     tokenizer = load_tokenizer(parent)
     text = documents(arguments.calibration, "calibration")
-    np.save(work / "tokens.npy", windows(text, tokenizer, arguments.samples, LENGTH, seed=0))
+    tokens = windows(text, tokenizer, arguments.samples, LENGTH, seed=0)
+    if (work / "tokens.npy").exists() and not np.array_equal(np.load(work / "tokens.npy"), tokens):
+        parser.error(f"{work} was calibrated on other tokens: take another folder")
+    np.save(work / "tokens.npy", tokens)
     for chain in arguments.chains:
         stages = chain.split(" + ")
         for i, stage in enumerate(stages):

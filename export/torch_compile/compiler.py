@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strop.errors import UserError
 from strop.export.torch_compile import layout
 from strop.export.torch_compile.pieces import Half, Head, pack
 from strop.model import Weights, load_linear, load_packed, tensor_bytes
@@ -78,18 +79,28 @@ def compile_package(spec: ModelSpec, dtype: torch.dtype, out: Path, scratch: Pat
 
     Returns:
         Number of pieces.
+
+    Raises:
+        UserError: The C++ compiler does not work.
     """
     chosen = list(entries(spec, dtype))
     files: dict[str, Any] = {}
     # torch 2.13 warns of its own calls to what it deprecates.
     with _compiler_folder(scratch), torch.no_grad(), warnings.catch_warnings(action="ignore"):
         from torch._inductor import aot_compile
+        from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
         from torch._inductor.package.package import package_aoti
 
         for number, entry in enumerate(chosen):
             program, arguments = _traced(entry, dtype)
             options = {"aot_inductor.package": True, "cpp.dynamic_threads": True}
-            files[entry.name] = aot_compile(program, arguments, options=options)
+            try:
+                files[entry.name] = aot_compile(program, arguments, options=options)
+            except InductorError as error:
+                reason = error.inner_exception
+                if not isinstance(reason, CppCompileError | InvalidCxxCompiler):
+                    raise
+                raise UserError(f"export: torch_compile: the C++ compiler does not work: {reason}") from error
             progress("torch_compile", number + 1, len(chosen))
         package_aoti(str(out / layout.PACKAGE), files)
     return len(chosen)

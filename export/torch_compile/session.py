@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +45,8 @@ def _check_facts(path: Path) -> None:
     if listed is not None and listed["sha256"] != hash_file(package):
         raise UserError(f"{package}: its content is not what the manifest lists, and it is code: not loaded")
     facts = read_json(path / layout.FACTS)
+    if not isinstance(facts, dict) or facts.keys() != {"torch", "isa"}:
+        raise UserError(f"{path / layout.FACTS}: damaged, it must say torch and isa")
     if facts["torch"] != torch.__version__:
         raise UserError(f"{package}: compiled for torch {facts['torch']}, here is {torch.__version__}: export it again")
     missing = sorted(set(facts["isa"]) - set(describe_machine()["isa"]))
@@ -139,7 +140,9 @@ class CompiledProgram(Program):
         """The functions of the package for one token or for more, each with its layer's tensors."""
         loaders: dict[str, Any] = {}
 
-        def piece(name: str, names: Iterable[str]) -> _Piece:
+        def piece(name: str, names: list[str]) -> _Piece:
+            if missing := [x for x in names if x not in self.tensors]:
+                raise UserError(f"{Path(package).parent}: damaged, its weights lack {missing[0]}")
             if name not in loaders:
                 loaders[name] = torch._C._aoti.AOTIModelPackageLoader(package, f"{name}.{suffix}", True, 1, -1)
             return _Piece(loaders[name], [self.tensors[x] for x in names])
@@ -148,10 +151,10 @@ class CompiledProgram(Program):
         for layer, kind in zip(self.spec.layers, layout.kinds(self.spec), strict=True):
             for name, found in halves.items():
                 parts = Half(layer, self.dtype, is_before=name == "before").tensors
-                found.append(piece(f"{name}.{kind}", (layout.stored_name(layer, x) for x in parts)))
+                found.append(piece(f"{name}.{kind}", [layout.stored_name(layer, x) for x in parts]))
         places = {"norm": self.spec.final_norm.name, "head": self.spec.head.name}
         ends = (x.partition(".") for x in Head(self.spec, self.dtype).tensors)
-        head = piece("head", (f"{places[module]}.{kind}" for module, _, kind in ends))
+        head = piece("head", [f"{places[module]}.{kind}" for module, _, kind in ends])
         return _Pieces(halves["before"], halves["after"], head)
 
 

@@ -13,15 +13,17 @@ import numpy as np
 import pytest
 import torch
 from references import assert_close, kl, quantized, random_ids, tiny_folder
+from safetensors.torch import load_file, save_file
 
 from strop import faults
 from strop.artifact import Artifact, Manifest, hash_file, write_manifest
 from strop.errors import UserError
 from strop.export.eager import Eager
-from strop.export.torch_compile import TorchCompile, layout
+from strop.export.torch_compile import TorchCompile, layout, pieces
 from strop.model import read_spec
+from strop.numerics import code_range, dequantize, round_scales
 from strop.program import Program, Traits, Tree, open_program
-from strop.spec import Quantization
+from strop.spec import Linear, Quantization
 from strop.stage import Context, Stage
 
 KEY = "0" * 64
@@ -137,6 +139,34 @@ def test_bfloat16_activations_stay_close(tmp_path: Path) -> None:
     assert torch.float32 not in weights
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(("group_size", "width"), [(16, 48), (64, 128), (None, 48), (None, 45)])
+def test_packed_codes_stand_for_the_same_weights(
+    bits: int, group_size: int | None, symmetric: bool, width: int
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    linear = Linear("x", width, 7, quantization=Quantization(bits, group_size, symmetric))
+    form = layout.packing(linear)
+    assert form is not None
+    shape = (7, linear.num_groups())
+    codes = torch.randint(*code_range(bits), (7, width), generator=generator, dtype=torch.int8)
+    zero = torch.randint(*code_range(bits), shape, generator=generator, dtype=torch.int8) * (not symmetric)
+    scale = round_scales(torch.randn(shape, generator=generator))
+    expected = dequantize(codes, scale, zero)
+    matrix = pieces.Matrix(linear, torch.float32).to_empty(device="cpu")
+    matrix.codes, offsets = pieces.pack(form, codes, zero)
+    matrix.scales = scale.bfloat16()
+    if form.has_offsets:
+        matrix.offsets = offsets
+    assert torch.equal(matrix.dense(torch.float32), expected)
+    for tokens in (1, 3):
+        x = torch.randn(1, tokens, width, generator=generator)
+        torch.testing.assert_close(matrix(x), x @ expected.T, atol=1e-5, rtol=1e-5)
+    stored = sum(x.nbytes for x in (matrix.codes, matrix.scales, *([matrix.offsets] if form.has_offsets else [])))
+    assert stored == form.size_bytes(7)
+
+
 def test_one_piece_serves_all_layers_that_are_built_alike(tmp_path: Path) -> None:
     assert layout.kinds(read_spec(tiny_folder(tmp_path / "llama", "llama"))) == [0, 0, 0]
     assert layout.kinds(read_spec(tiny_folder(tmp_path / "smollm3", "smollm3"))) == [0, 1, 0]
@@ -178,6 +208,19 @@ class TestRefusals:
         with pytest.raises(UserError, match=r"model\.pt2: its content is not what the manifest lists"):
             damaged.open()
 
+    def test_facts_that_say_something_else(self, damaged: Built) -> None:
+        (damaged.out / layout.FACTS).write_text('{"torch": "2.13"}')
+        with pytest.raises(UserError, match=r"compiled\.json: damaged, it must say torch and isa"):
+            damaged.open()
+
+    def test_weights_that_lack_a_tensor(self, damaged: Built) -> None:
+        path = damaged.out / "model.safetensors"
+        tensors = load_file(path)
+        del tensors["model.layers.1.mlp.up_proj.codes"]
+        save_file(tensors, path)
+        with pytest.raises(UserError, match=r"damaged, its weights lack model\.layers\.1\.mlp\.up_proj\.codes"):
+            damaged.open()
+
     def test_a_missing_package(self, damaged: Built) -> None:
         (damaged.out / layout.PACKAGE).unlink()
         with pytest.raises(UserError, match=r"not a torch_compile program, model\.pt2 is missing"):
@@ -194,6 +237,20 @@ def test_no_compiler_is_told_before_anything_runs(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match=r"needs a C\+\+ compiler to export, g\+\+ is not on the path"):
         TorchCompile().plan(spec, 0)
+
+
+def test_a_compiler_that_does_not_work_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import config, cpp_builder
+
+    cpp_builder.cpp_compiler_search.cache_clear()
+    monkeypatch.setattr(config.cpp, "cxx", (None, "/bin/false"))
+    source = tiny_folder(tmp_path / "source", "llama")
+    (tmp_path / "program").mkdir()
+    try:
+        with pytest.raises(UserError, match=r"torch_compile: the C\+\+ compiler does not work: .*/bin/false"):
+            export(TorchCompile(), source, tmp_path / "program")
+    finally:
+        cpp_builder.cpp_compiler_search.cache_clear()
 
 
 def test_float16_is_refused(tmp_path: Path) -> None:
