@@ -239,15 +239,17 @@ def test_no_compiler_is_told_before_anything_runs(tmp_path: Path, monkeypatch: p
         TorchCompile().plan(spec, 0)
 
 
-def test_a_compiler_that_does_not_work_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_does_not_work_is_told_in_one_line(tmp_path: Path) -> None:
     from torch._inductor import config, cpp_builder
 
-    cpp_builder.cpp_compiler_search.cache_clear()
-    monkeypatch.setattr(config.cpp, "cxx", (None, "/bin/false"))
     source = tiny_folder(tmp_path / "source", "llama")
     (tmp_path / "program").mkdir()
+    cpp_builder.cpp_compiler_search.cache_clear()
     try:
-        with pytest.raises(UserError, match=r"torch_compile: the C\+\+ compiler does not work: .*/bin/false"):
+        with (
+            config.patch({"cpp.cxx": (None, "/bin/false")}),
+            pytest.raises(UserError, match=r"torch_compile: the C\+\+ compiler does not work: .*/bin/false"),
+        ):
             export(TorchCompile(), source, tmp_path / "program")
     finally:
         cpp_builder.cpp_compiler_search.cache_clear()
