@@ -18,8 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strop import plugin
-from strop.artifact import Artifact, read_manifest, write_manifest
+from strop.artifact import Artifact, Manifest, read_manifest, write_manifest
 from strop.errors import UserError
+from strop.spec import ModelSpec
 from strop.stage import Stage
 
 Ints = NDArray[np.int64]
@@ -273,6 +274,39 @@ class Rounding(Protocol):
         Returns:
             Its traits; None, and nothing is written, where `path` does not round either.
         """
+
+
+@runtime_checkable
+class Recoding(Protocol):
+    """What an export stage has besides whose programs hold weights in a form of their own."""
+
+    @staticmethod
+    def write_reference(path: Path, checkpoint: Path, out: Path) -> ModelSpec | None:
+        """Write into `out` a checkpoint with its weights rounded as those of the program of `path` are.
+
+        Computed from the checkpoint: it tells a program that rounds from one that mixes things up.
+
+        Returns:
+            The table of what was written; None, and nothing is, where the program holds the checkpoint's own weights.
+        """
+
+
+def write_reference(program: Artifact, checkpoint: Artifact, out: Path) -> Artifact:
+    """The checkpoint that a program has to agree with: its own, or where it rounds weights, that one rounded too.
+
+    Args:
+        program: What an export made.
+        checkpoint: What it was made from.
+        out: An empty folder.
+    """
+    manifest = read_manifest(program.path)
+    assert manifest.traits is not None, "a program"
+    stage = _export(Traits(**manifest.traits))
+    spec = stage.write_reference(program.path, checkpoint.path, out) if isinstance(stage, Recoding) else None
+    if spec is None:
+        return checkpoint
+    write_manifest(out, Manifest("checkpoint", checkpoint.key, spec.to_json()))
+    return dataclasses.replace(checkpoint, path=out)
 
 
 def write_exact(artifact: Artifact, out: Path) -> Artifact | None:

@@ -292,13 +292,14 @@ def _generation_config(gguf: Gguf) -> dict[str, Any]:
 def _convert_tokenizer(gguf: Gguf, out: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
-    # Not AutoTokenizer: it first parses every key of the file with a much slower reader, to the same result.
-    try:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(
-            gguf.path.parent, gguf_file=gguf.path.name, local_files_only=True
-        )
-    except (ValueError, OSError, KeyError, TypeError) as error:
-        raise UserError(f"{gguf.path}: its tokenizer cannot be converted ({str(error).splitlines()[0]})") from error
+    # Not AutoTokenizer: it first parses every key of the file with a much slower reader, to the same result. In a
+    # folder of its own: tokenizer files that lie beside it would win over what is in it.
+    with tempfile.TemporaryDirectory(prefix="strop-gguf-") as alone:
+        (Path(alone) / gguf.path.name).symlink_to(gguf.path.absolute())
+        try:
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(alone, gguf_file=gguf.path.name, local_files_only=True)
+        except (ValueError, OSError, KeyError, TypeError) as error:
+            raise UserError(f"{gguf.path}: its tokenizer cannot be converted ({str(error).splitlines()[0]})") from error
     tokenizer.save_pretrained(out)
 
 
