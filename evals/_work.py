@@ -17,6 +17,8 @@ from strop.spec import DTYPE_BYTES, LayerSpec, Linear, ModelSpec
 
 FLOPS_PER_WEIGHT = 2
 """A multiplication and an addition."""
+DEQUANTIZED = ("eager", "gguf", "auto_gptq")
+"""Runtimes that compute with floats whatever is stored."""
 SHAPE_BYTES = 16
 """Of the tensor `weight_shape` in a checkpoint, which no step reads."""
 
@@ -87,19 +89,22 @@ def work(spec: ModelSpec, traits: Traits, cached: int, width: int) -> Work:
 def weight_bytes(linear: Linear, traits: Traits) -> int:
     """Codes, scales and zero points of a quantized linear, else its floats; and its bias. As the runtime stores them.
 
-    `eager` keeps no codes: it dequantizes when it loads. A runtime that is not known here is taken to keep the
-    checkpoint's tensors.
+    `eager` keeps no codes: it dequantizes when it loads, or holds integers that it multiplies in float32. A runtime
+    that is not known here is taken to keep the checkpoint's tensors.
     """
     item = DTYPE_BYTES[traits.dtype]
     bias = item * linear.out_features if linear.has_bias else 0
-    if linear.quantization is None or traits.runtime == "eager":
+    is_integer = linear.quantization is not None and linear.quantization.activations is not None
+    if is_integer and traits.runtime == "eager":
+        return linear.size_bytes(traits.dtype) + 3 * linear.in_features * linear.out_features
+    if linear.quantization is None or traits.runtime in DEQUANTIZED:
         return item * linear.in_features * linear.out_features + bias
     if traits.runtime == "onnx_runtime":
-        return onnx.packing(linear).size_bytes(linear.out_features) + bias
+        return onnx.weight_bytes(linear) + bias
     form = compiled.packing(linear)
     if traits.runtime == "torch_compile" and form is not None:
         return form.size_bytes(linear.out_features) + bias
-    return linear.size_bytes(traits.dtype) - SHAPE_BYTES
+    return linear.size_bytes(traits.dtype) - (0 if is_integer else SHAPE_BYTES)
 
 
 def _cached_in_sight(layer: LayerSpec, cached: int, width: int) -> int:

@@ -1,8 +1,8 @@
 """PyTorch without compilation: the runtime that every other one is compared with.
 
-A quantized checkpoint runs dequantized: right for quality, never a speed row. A family that strop does not know runs
-through transformers, behind the same `Program`: no trees, rows of a batch one after another, and a row that was
-truncated is computed anew.
+A quantized checkpoint runs dequantized, and where its inputs are rounded, with the very integers that an engine
+multiplies: right for quality, never a speed row. A family that strop does not know runs through transformers, behind
+the same `Program`: no trees, rows of a batch one after another, and a row that was truncated is computed anew.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ class Eager(Stage):
                 "one after another, and cannot be compressed or lowered to another runtime"
             )
         dense = spec.num_parameters() * DTYPE_BYTES[spec.dtype]
+        integer = [x for x in spec.linears() if x.quantization is not None and x.quantization.activations is not None]
+        dense += (4 - DTYPE_BYTES[spec.dtype]) * sum(x.in_features * x.out_features for x in integer)
         return Plan(spec, spec.size_bytes(), dense, 1.0, tuple(notes))
 
     def run(self, source: Artifact, out: Path, context: Context) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from strop.model import (
     read_headers,
     stored_tensors,
 )
-from strop.program import Ints, Logits, Traits, write_exact
+from strop.program import Ints, Logits, Traits, write_exact, write_reference
 from strop.safetensors_file import ITEM_BYTES
 from strop.spec import Linear, ModelSpec
 from strop.stage import Context
@@ -106,6 +106,9 @@ def check_program(program: Artifact, checkpoint: Artifact) -> float:
     """Refuse a program that does not compute, in a fresh process, what its checkpoint computes in eager.
 
     One that rounds activations is compared twice: its twin that does not round by a narrow bound, itself by a wide one.
+    That holds where the checkpoint itself asks for rounding, too: a difference in a sum's last bit moves an input to
+    the next integer, and what follows differs as if it was rounded anew. One that rounds weights is compared with the
+    checkpoint whose weights are rounded too.
 
     Args:
         program: What an export made.
@@ -120,20 +123,24 @@ def check_program(program: Artifact, checkpoint: Artifact) -> float:
     """
     traits = _traits(program)
     _check_companions(program.path, checkpoint.path)
-    spec, ids = _spec(checkpoint), probe(traits)
-    eager = Eager.load(checkpoint.path, dataclasses.replace(traits, runtime="eager"))
-    expected = eager.open(1, ids.size).step(ids[None], logits="all")[0]
+    ids = probe(traits)
+    with tempfile.TemporaryDirectory() as scratch:
+        reference = write_reference(program, checkpoint, Path(scratch))
+        spec = _spec(reference)
+        eager = Eager.load(reference.path, dataclasses.replace(traits, runtime="eager"))
+        expected = eager.open(1, ids.size).step(ids[None], logits="all")[0]
     if not np.isfinite(expected).all():
         raise ConformanceError(f"{program.path}: its checkpoint's logits are not finite in eager")
     with tempfile.TemporaryDirectory() as scratch:
         twin = write_exact(program, Path(scratch))
         if twin is not None:
-            exact = _difference(_fresh_logits(twin, _traits(twin), ids), expected)
+            plain = _plain_logits(eager, ids) if isinstance(eager, DecoderProgram) else expected
+            exact = _difference(_fresh_logits(twin, _traits(twin), ids), plain)
             _check_difference(program, "without rounding its activations, its logits", exact, _tolerance(traits, spec))
     difference = _difference(_fresh_logits(program, traits, ids), expected)
     allowed = _tolerance(traits, spec) if twin is None else ROUNDED
     if twin is not None and not _is_within(difference, allowed) and isinstance(eager, DecoderProgram):
-        allowed = _amplified(_difference(_rounded_logits(eager, ids), expected))
+        allowed = _amplified(_difference(_rounded_logits(eager, ids), plain))
     _check_difference(program, "its logits", difference, allowed)
     return difference.largest
 
@@ -275,9 +282,13 @@ def _check_values(folder: Path, spec: ModelSpec, source: Path | None) -> None:
             codes, scale, _ = load_packed(weights, linear)
             if not bool(scale.all()):
                 raise ConformanceError(f"{folder}: {linear.name} has scales of zero")
-            shape = weights.load(f"{linear.name}.weight_shape").tolist()
-            if shape != [linear.out_features, linear.in_features]:
-                raise ConformanceError(f"{folder}: {linear.name}.weight_shape is {shape}")
+            if linear.quantization.activations is None:
+                shape = weights.load(f"{linear.name}.weight_shape").tolist()
+                if shape != [linear.out_features, linear.in_features]:
+                    raise ConformanceError(f"{folder}: {linear.name}.weight_shape is {shape}")
+            is_static = linear.quantization.activations == "static"
+            if is_static and not bool(weights.load(f"{linear.name}.input_scale") > 0):
+                raise ConformanceError(f"{folder}: {linear.name}.input_scale is not positive")
             if _is_constant(codes) and not (source is not None and _has_constant(source, linear)):
                 raise ConformanceError(f"{folder}: every code of {linear.name} is {int(codes.flatten()[0])}")
 
@@ -349,11 +360,21 @@ def _is_within(found: Difference, allowed: Difference) -> bool:
     return found.largest <= allowed.largest and found.kl_mean <= allowed.kl_mean
 
 
+def _plain_logits(program: DecoderProgram, ids: Ints) -> Logits:
+    """What a checkpoint computes in eager when all linears take their inputs as they are."""
+    from strop.layers import round_inputs
+
+    round_inputs(program.decoder, rounds=False)
+    logits: Logits = program.open(1, ids.size).step(ids[None], logits="all")[0]
+    round_inputs(program.decoder, rounds=True)
+    return logits
+
+
 def _rounded_logits(program: DecoderProgram, ids: Ints) -> Logits:
     """What a checkpoint computes in eager when quantized linears take inputs rounded to int8. Changes `program`."""
 
     for linear in program.decoder.spec.linears():
-        if linear.quantization is not None:
+        if linear.quantization is not None and linear.quantization.activations is None:
             width = linear.quantization.group_size or linear.in_features
             program.decoder.linear(linear.name).register_forward_pre_hook(partial(_round_inputs, width))
     logits: Logits = program.open(1, ids.size).step(ids[None], logits="all")[0]

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strop.errors import UserError, did_you_mean
-from strop.spec import DType, LayerSpec, Linear, ModelSpec, Norm, Quantization, Rope
+from strop.spec import Activations, DType, LayerSpec, Linear, ModelSpec, Norm, Quantization, Rope
 
 Config = Mapping[str, Any]
 Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -522,21 +522,25 @@ def _longrope(periods: Floats, rope: Config, factor: float, original: int) -> tu
     return (1 / (np.array(numbers, dtype=np.float32) * periods)).astype(np.float32), attention
 
 
-# Quantized checkpoints (compressed-tensors, pack-quantized).
+# Quantized checkpoints (compressed-tensors, pack-quantized, and int-quantized where inputs are rounded too).
 
 
 def _read_quantizations(config: Config, spec: ModelSpec, tensors: Tensors) -> dict[str, Quantization]:
-    """Linear name -> how it is stored, for every linear that has packed codes."""
-    packed = [x.name for x in spec.linears() if f"{x.name}.weight_packed" in tensors]
+    """Linear name -> how it is stored, for every linear that has codes."""
+    packed = [
+        name
+        for name in (x.name for x in spec.linears())
+        if f"{name}.weight_packed" in tensors or tensors.get(f"{name}.weight", ("", ()))[0] == "I8"
+    ]
     settings = _section(config, "quantization_config") or _section(config, "compression_config")
     if not settings:
         if packed:
-            raise UserError(f"config.json: {packed[0]} is stored packed, but there is no quantization_config")
+            raise UserError(f"config.json: {packed[0]} is stored in codes, but there is no quantization_config")
         return {}
     if settings.get("quant_method") != "compressed-tensors" or settings.get("kv_cache_scheme"):
         raise UserError(
             f"config.json: quantization_config of {_brief(settings.get('quant_method'))} is not supported; allowed: "
-            "compressed-tensors with format pack-quantized and no kv_cache_scheme"
+            "compressed-tensors with format pack-quantized or int-quantized and no kv_cache_scheme"
         )
     targets = _targets(settings)
     ignored = _names(settings, "ignore")
@@ -544,11 +548,11 @@ def _read_quantizations(config: Config, spec: ModelSpec, tensors: Tensors) -> di
     for name in (x.name for x in spec.linears()):
         matched = None if _matches(name, ignored) else _best_match(name, targets)
         if matched is None and name in packed:
-            raise UserError(f"config.json: {name} is stored packed, but no group of quantization_config names it")
+            raise UserError(f"config.json: {name} is stored in codes, but no group of quantization_config names it")
         if matched is not None and name in packed:
             found[name] = _quantization(targets[matched], settings.get("format"))
         elif matched is not None and f"{name}.weight" in tensors:
-            raise UserError(f"config.json: quantization_config names {name}, but its weight is not stored packed")
+            raise UserError(f"config.json: quantization_config names {name}, but its weight is not stored in codes")
     return found
 
 
@@ -587,11 +591,14 @@ def _quantization(group: Config, outer_format: object) -> Quantization:
     weights = _section(group, "weights")
     form = group.get("format") or outer_format
     bits, strategy = weights.get("num_bits"), weights.get("strategy")
+    is_symmetric = bool(weights.get("symmetric", True))
+    activations = _activations(_section(group, "input_activations"))
+    is_packed = form == "pack-quantized" and not group.get("input_activations")
+    is_w8a8 = form == "int-quantized" and activations and (bits, strategy, is_symmetric) == (8, "channel", True)
     is_supported = (
-        form == "pack-quantized"
+        (is_packed or is_w8a8)
         and weights.get("type", "int") == "int"
         and strategy in ("group", "channel")
-        and not group.get("input_activations")
         and not group.get("output_activations")
         and not weights.get("dynamic")
     )
@@ -599,10 +606,20 @@ def _quantization(group: Config, outer_format: object) -> Quantization:
         raise UserError(
             f"config.json: quantization_config with format {_brief(form)}, {_brief(bits)} bits, type "
             f"{_brief(weights.get('type'))}, strategy {_brief(strategy)} is not supported; allowed: pack-quantized "
-            f"integers of {', '.join(map(str, BITS))} bits, group or channel, weights only"
+            f"integers of {', '.join(map(str, BITS))} bits, group or channel, weights only; int-quantized of 8 bits, "
+            "symmetric, channel, with symmetric int8 inputs, dynamic by token or static by tensor"
         )
     size = _count(weights, "group_size") if strategy == "group" else None
-    return Quantization(bits, size, bool(weights.get("symmetric", True)))
+    return Quantization(bits, size, is_symmetric, activations)
+
+
+def _activations(inputs: Config) -> Activations | None:
+    """How inputs are rounded; None where they are not, or in a way that is not known here."""
+    if (inputs.get("num_bits"), inputs.get("type", "int"), inputs.get("symmetric", True)) != (8, "int", True):
+        return None
+    if inputs.get("dynamic"):
+        return "dynamic" if inputs.get("strategy") == "token" else None
+    return "static" if inputs.get("strategy") == "tensor" else None
 
 
 # The table against what is stored.
@@ -641,6 +658,9 @@ def _linear_shapes(linear: Linear) -> dict[str, tuple[int, ...]]:
     if q is None:
         shapes[f"{name}.weight"] = (columns, rows) if linear.is_transposed else (rows, columns)
         return shapes
+    if q.activations is not None:
+        inputs = {f"{name}.input_scale": (1,)} if q.activations == "static" else {}
+        return {**shapes, f"{name}.weight": (rows, columns), f"{name}.weight_scale": (rows, 1), **inputs}
     shapes[f"{name}.weight_packed"] = (rows, -(-columns * q.bits // 32))
     shapes[f"{name}.weight_scale"] = (rows, linear.num_groups())
     shapes[f"{name}.weight_shape"] = (2,)

@@ -1,7 +1,7 @@
 """Known faults planted into a copy of a program, to show that gates can fail. Works on the bytes of stored tensors.
 
-Knows safetensors folders and ONNX models with external data, so a fault reaches the runtime as a real one would:
-through its files. Leaves out who judges (release.py).
+Knows safetensors folders, ONNX models with external data and GGUF files, so a fault reaches the runtime as a real one
+would: through its files. Leaves out who judges (release.py).
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from strop import gguf_file
 from strop.artifact import Artifact, Manifest, hash_file, hash_json, list_files, read_manifest, write_manifest
 from strop.errors import UserError
+from strop.model import FLOATS
 from strop.safetensors_file import Stored, locate
 from strop.spec import ModelSpec
 
-ONNX = "*.onnx"
+ONNX, GGUF = "*.onnx", "*.gguf"
 NOISE = 0.5
 """Standard deviation of the log of the factors on the final norm's weights."""
 SCALE_SUFFIXES = (".weight_scale", ".scales")
@@ -51,7 +53,7 @@ def plant(fault: Fault, program: Artifact, out: Path) -> Artifact:
         out: A folder that does not exist yet.
 
     Raises:
-        UserError: Its files are neither safetensors nor ONNX with external data.
+        UserError: Its files are neither safetensors, nor ONNX with external data, nor GGUF.
     """
     shutil.copytree(program.path, out)
     for path in (out, *out.rglob("*")):
@@ -101,7 +103,7 @@ def shifted_scales(slots: Slots, spec: ModelSpec) -> None:
     for name in chosen:
         slot = slots[name]
         values = np.frombuffer(slot.read(), dtype=np.uint8).reshape(*slot.shape, -1)
-        shifted = np.roll(values, 1, axis=1) if name.endswith(SCALE_SUFFIXES) else values
+        shifted = np.roll(values, 1, axis=len(slot.shape) - 1) if name.endswith(SCALE_SUFFIXES) else values
         if np.array_equal(shifted, values):  # one scale a row, however often it is repeated
             shifted = np.roll(values, 1, axis=0)
         _write(slot, shifted.tobytes())
@@ -120,7 +122,9 @@ def _prefix(spec: ModelSpec, layer: int) -> str:
 
 
 def _slots(folder: Path) -> Slots:
-    models = sorted(folder.glob(ONNX))
+    models, files = sorted(folder.glob(ONNX)), sorted(folder.glob(GGUF))
+    if files:
+        return _gguf_slots(files[0])
     if not models:
         return locate(folder)
     import onnx_ir
@@ -135,6 +139,20 @@ def _slots(folder: Path) -> Slots:
                 found[name] = Stored(dtype, shape, Path(tensor.path), tensor.offset or 0, tensor.length or 0)
     if not found:
         raise UserError(f"{folder}: no tensor that a fault could be planted in")
+    return found
+
+
+def _gguf_slots(path: Path) -> Slots:
+    """Under the hub's names; matrices of blocks are rows of bytes."""
+    from gguf import GGMLQuantizationType
+
+    file = gguf_file.read_gguf(path)
+    found = {}
+    for name, stored in gguf_file.tensor_names(file).items():
+        tensor = file.tensors[stored]
+        kind = GGMLQuantizationType(tensor.type).name
+        shape = tensor.shape if kind in FLOATS else (tensor.shape[0], tensor.size_bytes // tensor.shape[0])
+        found[name] = Stored(kind, shape, path, tensor.offset, tensor.size_bytes)
     return found
 
 

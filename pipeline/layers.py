@@ -90,6 +90,50 @@ class QuantLinear(nn.Module):
         return numerics.dequantize(codes, scale, zero)
 
 
+class IntegerLinear(nn.Module):
+    """y = W x + b with W in int8 and x rounded to int8, multiplied as integers.
+
+    The integers are held in float32, where their products and, up to 2²⁴, sums of products are exact: what an int8
+    engine computes, but for the order in which the result is scaled.
+
+    Attributes:
+        codes: Q (out, in), int8 as stored, float32 after `fold`.
+        scale: s (out, 1), bfloat16.
+        input_scale: (1,), bfloat16; None where each token has a scale of its own.
+        bias: (out,) or None.
+        rounds_inputs: False: x stays as it is.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    input_scale: Tensor | None
+    bias: Tensor | None
+
+    def __init__(self, linear: Linear, dtype: torch.dtype) -> None:
+        super().__init__()
+        assert linear.quantization is not None
+        is_static, rows = linear.quantization.activations == "static", linear.out_features
+        self.register_buffer("codes", torch.empty(rows, linear.in_features, dtype=torch.int8))
+        self.register_buffer("scale", torch.empty(rows, 1, dtype=torch.bfloat16))
+        self.register_buffer("input_scale", torch.empty(1, dtype=torch.bfloat16) if is_static else None)
+        self.register_buffer("bias", torch.empty(rows, dtype=dtype) if linear.has_bias else None)
+        self.rounds_inputs = True
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """Rows of W, float32: (*indices.shape, in)."""
+        return self.codes[indices].float() * self.scale[indices].float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, in) -> (…, out), in the dtype of x."""
+        scale = self.scale.float().T
+        inputs = x.float()
+        if self.rounds_inputs:
+            input_scale = numerics.token_scales(x) if self.input_scale is None else self.input_scale.float()
+            inputs, scale = numerics.round_inputs(x, input_scale), input_scale * scale
+        y = (F.linear(inputs, self.codes.float()) * scale).to(x.dtype)
+        return y if self.bias is None else y + self.bias
+
+
 class RmsNorm(nn.Module):
     """x / rms(x) · (offset + w); over gemma's offset in float32, as transformers does."""
 
@@ -255,8 +299,8 @@ class Decoder(nn.Module):
         found: dict[str, Tensor] = {}
         for linear in spec.linears():
             found.update(_stored(linear.name, self.linear(linear.name), linear.is_transposed))
-        if spec.is_tied:
-            found.pop(f"{spec.head.name}.weight", None)
+        if spec.is_tied and isinstance(self.head, nn.Linear):
+            found.pop(f"{spec.head.name}.weight")
         shared = self.head.weight if isinstance(self.head, nn.Linear) and spec.is_tied else None
         table = shared if self.embedding is None else self.embedding.weight
         if isinstance(table, Tensor):
@@ -292,7 +336,7 @@ class Decoder(nn.Module):
         """
         if self.embedding is not None:
             x = F.embedding(ids, self.embedding.weight)
-        elif isinstance(self.head, QuantLinear):
+        elif isinstance(self.head, QuantLinear | IntegerLinear):
             x = self.head.rows(ids).to(self.dtype)
         else:
             assert isinstance(self.head, nn.Linear)
@@ -425,11 +469,24 @@ def cache_slots(spec: ModelSpec) -> list[int]:
 
 
 def fold(decoder: Decoder) -> None:
-    """Turn every `QuantLinear` into a dense `nn.Linear` of the decoder's dtype, in place, one at a time."""
+    """Unpack weights for good, in place, one at a time, so that no step does it.
+
+    Every `QuantLinear` becomes a dense `nn.Linear` of the decoder's dtype, the codes of every `IntegerLinear` float32.
+    """
     for linear in decoder.spec.linears():
         module = decoder.linear(linear.name)
         if isinstance(module, QuantLinear):
             decoder.replace_linear(linear.name, _dense(module, decoder.dtype))
+        elif isinstance(module, IntegerLinear):
+            module.codes = module.codes.float()
+
+
+def round_inputs(decoder: Decoder, *, rounds: bool) -> None:
+    """Let every `IntegerLinear` round its inputs, or take them as they are, in place."""
+    for linear in decoder.spec.linears():
+        module = decoder.linear(linear.name)
+        if isinstance(module, IntegerLinear):
+            module.rounds_inputs = rounds
 
 
 def _dense(module: QuantLinear, dtype: torch.dtype) -> nn.Linear:
@@ -588,7 +645,7 @@ def _rotate(x: Tensor, rotary: Rotary) -> Tensor:
 
 def _linear(linear: Linear, dtype: torch.dtype) -> nn.Module:
     if linear.quantization is not None:
-        return QuantLinear(linear, dtype)
+        return QuantLinear(linear, dtype) if linear.quantization.activations is None else IntegerLinear(linear, dtype)
     return _empty_linear(linear.in_features, linear.out_features, linear.has_bias, dtype)
 
 
@@ -618,6 +675,10 @@ def _stored(name: str, module: nn.Module, is_transposed: bool) -> dict[str, Tens
         found[f"{name}.weight_packed"], found[f"{name}.weight_scale"] = module.packed, module.scale
         if module.zero is not None:
             found[f"{name}.weight_zero_point"] = module.zero
+    elif isinstance(module, IntegerLinear):
+        found[f"{name}.weight"], found[f"{name}.weight_scale"] = module.codes, module.scale
+        if module.input_scale is not None:
+            found[f"{name}.input_scale"] = module.input_scale
     else:
         assert isinstance(module, nn.Linear)
         found[f"{name}.weight"] = module.weight.T if is_transposed else module.weight

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
@@ -46,7 +46,9 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """A model folder holds at least one of these."""
 FLOATS: Mapping[str, DType] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 STORED_AS: Mapping[DType, str] = {dtype: name for name, dtype in FLOATS.items()}
-TORCH_NAMES: Mapping[str, str] = {**FLOATS, "F64": "float64", "I64": "int64", "I32": "int32", "U8": "uint8"}
+TORCH_NAMES: Mapping[str, str] = {
+    **FLOATS, "F64": "float64", "I64": "int64", "I32": "int32", "I8": "int8", "U8": "uint8"
+}  # fmt: skip
 
 
 # Reading.
@@ -117,7 +119,7 @@ def _recast_headers(config: Mapping[str, Any], headers: Headers, dtype: DType) -
 def _main_dtype(headers: Headers) -> DType:
     counts = dict.fromkeys(FLOATS, 0)
     for name, (dtype, shape) in headers.items():
-        if dtype in counts and not name.endswith(".weight_scale"):
+        if dtype in counts and not name.endswith((".weight_scale", ".input_scale")):
             counts[dtype] += math.prod(shape)
     most = max(counts, key=lambda x: counts[x])
     if counts[most] == 0:
@@ -187,7 +189,7 @@ def load_linear(weights: Weights, linear: Linear) -> Tensor:
 
 
 def load_packed(weights: Weights, linear: Linear) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scales and zero points of a quantized linear.
+    """Codes, scales and zero points of a quantized linear's weight.
 
     Args:
         weights: The checkpoint.
@@ -196,17 +198,22 @@ def load_packed(weights: Weights, linear: Linear) -> tuple[Tensor, Tensor, Tenso
     Returns:
         Codes (out, in) int8, scale (out, groups) float32, zero (out, groups) int8; zeros where it is symmetric.
     """
+    return _unpack(linear, lambda part: weights.load(f"{linear.name}.{part}"))
+
+
+def _unpack(linear: Linear, load: Callable[[str], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """As `load_packed`, from a function that gives the stored parts by name."""
     import torch
 
     from strop.numerics import unpack
 
     q = _quantization(linear)
     rows, columns, groups = linear.out_features, linear.in_features, linear.num_groups()
-    codes = unpack(weights.load(f"{linear.name}.weight_packed"), q.bits, (rows, columns))
-    scale = weights.load(f"{linear.name}.weight_scale").float()
+    codes = load("weight") if q.activations else unpack(load("weight_packed"), q.bits, (rows, columns))
+    scale = load("weight_scale").float()
     if q.symmetric:
         return codes, scale, torch.zeros((rows, groups), dtype=torch.int8)
-    zero = unpack(weights.load(f"{linear.name}.weight_zero_point"), q.bits, (rows, groups), axis=0)
+    zero = unpack(load("weight_zero_point"), q.bits, (rows, groups), axis=0)
     return codes, scale, zero.contiguous()
 
 
@@ -219,7 +226,9 @@ def _quantization(linear: Linear) -> Quantization:
 # Writing.
 
 
-def packed_tensors(linear: Linear, codes: Tensor, scale: Tensor, zero: Tensor) -> dict[str, Tensor]:
+def packed_tensors(
+    linear: Linear, codes: Tensor, scale: Tensor, zero: Tensor, input_scale: Tensor | None = None
+) -> dict[str, Tensor]:
     """A quantized linear as compressed-tensors stores it.
 
     Also for linears that transformers keeps transposed (gpt2's Conv1D): they are stored (out, in) all the same, which
@@ -230,22 +239,30 @@ def packed_tensors(linear: Linear, codes: Tensor, scale: Tensor, zero: Tensor) -
         codes: Q (out, in), int8.
         scale: s (out, groups), float32 holding bfloat16 values.
         zero: z (out, groups), int8; not stored where the format is symmetric.
+        input_scale: One value, float32 holding a bfloat16 value, where inputs are rounded by a static scale.
 
     Returns:
         Tensor name -> tensor: `weight_packed` int32, `weight_scale` bfloat16, `weight_shape` int64, and where it is
-        asymmetric `weight_zero_point` int32, packed along the rows.
+        asymmetric `weight_zero_point` int32, packed along the rows. Where inputs are rounded: `weight` int8,
+        `weight_scale`, and where that is static `input_scale` bfloat16 (1,).
 
     Raises:
-        ValueError: A scale is not a bfloat16 value: the codes were computed with another one.
+        ValueError: A scale is not a bfloat16 value: the codes were computed with another one. Or the scale of inputs
+            is missing.
     """
     import torch
 
     from strop.numerics import pack
 
     q = _quantization(linear)
-    rounded = scale.to(torch.bfloat16)
-    if not torch.equal(rounded.float(), scale.float()):
-        raise ValueError(f"{linear.name}: round scales with numerics.round_scales before codes are computed")
+    rounded = _stored_scale(linear, scale)
+    if q.activations is not None:
+        tensors = {f"{linear.name}.weight": codes, f"{linear.name}.weight_scale": rounded}
+        if q.activations == "static":
+            if input_scale is None:
+                raise ValueError(f"{linear.name}: no scale for its inputs")
+            tensors[f"{linear.name}.input_scale"] = _stored_scale(linear, input_scale.reshape(1))
+        return tensors
     tensors = {
         f"{linear.name}.weight_packed": pack(codes, q.bits),
         f"{linear.name}.weight_scale": rounded,
@@ -256,19 +273,32 @@ def packed_tensors(linear: Linear, codes: Tensor, scale: Tensor, zero: Tensor) -
     return tensors
 
 
+def _stored_scale(linear: Linear, scale: Tensor) -> Tensor:
+    import torch
+
+    rounded = scale.to(torch.bfloat16)
+    if not torch.equal(rounded.float(), scale.float()):
+        raise ValueError(f"{linear.name}: round scales with numerics.round_scales before codes are computed")
+    return rounded
+
+
 def stored_tensors(spec: ModelSpec) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Tensor name -> (safetensors dtype, shape) of a checkpoint that holds just what its table describes."""
-    packed = {"weight_packed": "I32", "weight_zero_point": "I32", "weight_scale": "BF16", "weight_shape": "I64"}
+    packed = {"weight_packed": "I32", "weight_zero_point": "I32", "weight_shape": "I64"}
+    special = {**packed, "weight_scale": "BF16", "input_scale": "BF16"}
+    codes = {f"{x.name}.weight" for x in spec.linears() if x.quantization and x.quantization.activations}
     main = STORED_AS[spec.dtype]
     return {
-        name: (packed.get(name.rsplit(".", 1)[1], main), shape) for name, shape in sorted(expected_shapes(spec).items())
+        name: ("I8" if name in codes else special.get(name.rsplit(".", 1)[1], main), shape)
+        for name, shape in sorted(expected_shapes(spec).items())
     }
 
 
 def save_checkpoint(out: Path, spec: ModelSpec, source: Path, changed: Iterable[tuple[str, Tensor | None]]) -> None:
     """Write a checkpoint folder that strop, transformers and vLLM open: the source's tensors but for the changed ones.
 
-    transformers reads symmetric codes to the very same weights, asymmetric ones of one format rounded to bfloat16.
+    transformers reads symmetric codes to the very same weights, asymmetric ones of one format rounded to bfloat16, and
+    rounds inputs where the table says so.
     One tensor is in memory at a time, and equal tensors give equal bytes. What the table does not describe is left
     out. Where the head is quantized and tied, the embedding becomes the dequantized head, so that runtimes that look
     tokens up in the codes and those that read the embedding compute the same.
@@ -307,23 +337,16 @@ def _with_tied_embedding(
     spec: ModelSpec, changed: Iterable[tuple[str, Tensor | None]]
 ) -> Iterator[tuple[str, Tensor | None]]:
     """`changed`, and after it the embedding that follows from a tied head's new codes."""
-    from strop.numerics import dequantize, unpack
+    from strop.numerics import dequantize
 
     head, kept = spec.head, dict[str, "Tensor"]()
     for name, tensor in changed:
-        is_head = spec.is_tied and head.quantization is not None and name.startswith(f"{head.name}.weight_")
+        is_head = spec.is_tied and head.quantization is not None and name.startswith(f"{head.name}.weight")
         if is_head and tensor is not None:
             kept[name.rsplit(".", 1)[1]] = tensor
         yield name, tensor
-    if not kept:
-        return
-    q = _quantization(head)
-    scale = kept["weight_scale"].float()
-    codes = unpack(kept["weight_packed"], q.bits, (head.out_features, head.in_features))
-    zero = scale.new_zeros(scale.shape)
-    if not q.symmetric:
-        zero = unpack(kept["weight_zero_point"], q.bits, (head.out_features, head.num_groups()), axis=0)
-    yield f"{spec.embedding}.weight", dequantize(codes, scale, zero)
+    if kept:
+        yield f"{spec.embedding}.weight", dequantize(*_unpack(head, kept.__getitem__))
 
 
 def _spool(
@@ -362,7 +385,8 @@ def _recast(name: str, stored: Stored, dtype: str, shape: tuple[int, ...]) -> Pi
         import torch
 
         values = torch.frombuffer(bytearray(stored.read()), dtype=getattr(torch, TORCH_NAMES[stored.dtype]))
-        if name.endswith(".weight_scale") and not torch.equal(values.to(torch.bfloat16).to(values.dtype), values):
+        is_scale = name.endswith((".weight_scale", ".input_scale"))
+        if is_scale and not torch.equal(values.to(torch.bfloat16).to(values.dtype), values):
             raise UserError(f"{stored.file}: {name} holds scales that bfloat16, which strop keeps them in, cannot hold")
         return tensor_bytes(values, dtype)
 
@@ -396,9 +420,10 @@ def write_config(out: Path, spec: ModelSpec, config: Mapping[str, Any]) -> None:
             groups.setdefault(linear.quantization, []).append(linear.name)
     kept["tie_word_embeddings"] = spec.is_tied and spec.head.quantization is None
     if groups:
+        formats = sorted({_format(q) for q in groups})
         kept["quantization_config"] = {
             "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
+            "format": formats[0] if len(formats) == 1 else "mixed-precision",
             "quantization_status": "compressed",
             "config_groups": {f"group_{i}": _config_group(q, names) for i, (q, names) in enumerate(groups.items())},
             "ignore": [x.name for x in spec.linears() if x.quantization is None],
@@ -411,10 +436,20 @@ def write_config(out: Path, spec: ModelSpec, config: Mapping[str, Any]) -> None:
     write_json(out / CONFIG, kept)
 
 
+def _format(q: Quantization) -> str:
+    """What compressed-tensors calls it. Engines that multiply integers take int8 weights as they are, not packed."""
+    return "pack-quantized" if q.activations is None else "int-quantized"
+
+
 def _config_group(q: Quantization, names: list[str]) -> dict[str, Any]:
+    inputs = None
+    if q.activations is not None:
+        is_dynamic = q.activations == "dynamic"
+        strategy = "token" if is_dynamic else "tensor"
+        inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": strategy, "dynamic": is_dynamic}
     return {
         "targets": names,
-        "format": "pack-quantized",
+        "format": _format(q),
         "weights": {
             "num_bits": q.bits,
             "type": "int",
@@ -423,7 +458,7 @@ def _config_group(q: Quantization, names: list[str]) -> dict[str, Any]:
             "group_size": q.group_size,
             "dynamic": False,
         },
-        "input_activations": None,
+        "input_activations": inputs,
         "output_activations": None,
     }
 

@@ -15,6 +15,10 @@ SMALLEST_SCALE = 2.0**-14
 LARGEST_SCALE = 65280.0
 """The range of bfloat16 numbers that are normal in float16 too, so every runtime takes equal scales."""
 
+INPUT_RANGE = 127.5
+"""Largest input by its scale: half of what int8 spans, as compressed-tensors has it. No input is off by more than half
+a scale, the largest one included, which takes the code 127 where it is positive."""
+
 SHRINKS = tuple(x / 100 for x in range(70, 116, 3))
 """What `search_scales` multiplies a group's extremes by."""
 SEARCH_WEIGHTS = 2**16
@@ -145,6 +149,33 @@ def dequantize(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
     """(Q - z) · s in float32, (out, in)."""
     groups = codes.reshape(*scale.shape, -1).float()
     return ((groups - zero[..., None].float()) * scale[..., None].float()).reshape(codes.shape)
+
+
+def token_scales(inputs: Tensor) -> Tensor:
+    """Scales of inputs that are rounded by token: the largest magnitude of each comes to the end of the range.
+
+    Args:
+        inputs: X (..., in), any float dtype.
+
+    Returns:
+        (..., 1), float32, positive.
+    """
+    largest = inputs.float().abs().amax(-1, keepdim=True)
+    return (largest / INPUT_RANGE).clamp(min=torch.finfo(torch.float32).tiny)
+
+
+def round_inputs(inputs: Tensor, scale: Tensor) -> Tensor:
+    """Codes of inputs, symmetric int8, halves to even: X ≈ codes · scale.
+
+    Args:
+        inputs: X (..., in), any float dtype.
+        scale: Float32; (..., 1) by token, or of one value.
+
+    Returns:
+        Same shape, float32 holding integers.
+    """
+    lowest, highest = code_range(8)
+    return (inputs.float() / scale).round_().clamp_(lowest, highest)
 
 
 def pack(codes: Tensor, bits: int, axis: int = 1) -> Tensor:

@@ -22,19 +22,27 @@ SCALE_BYTES = 2
 """Scales of quantized linears are stored in bfloat16 (see numerics.round_scales)."""
 
 
+Activations = Literal["dynamic", "static"]
+
+
 @dataclass(frozen=True)
 class Quantization:
-    """How one linear's weight is stored: compressed-tensors pack-quantized, integers.
+    """How one linear is computed: its weight in integers, and maybe its inputs.
+
+    Stored as compressed-tensors pack-quantized, with integer inputs as its int-quantized.
 
     Attributes:
         bits: 2, 3, 4 or 8.
         group_size: Inputs that share one scale; None: one scale per output channel.
         symmetric: True: no zero points, codes in [-2^(bits-1), 2^(bits-1) - 1]. False: integer zero points.
+        activations: Inputs are rounded to int8, symmetric (W8A8). `dynamic`: each token by a scale from its own largest
+            value. `static`: all by one scale, found by calibration and stored. None: they are not rounded.
     """
 
     bits: int
     group_size: int | None
     symmetric: bool
+    activations: Activations | None = None
 
 
 @dataclass(frozen=True)
@@ -66,6 +74,9 @@ class Linear:
         q = self.quantization
         if q is None:
             return self.out_features * self.in_features * DTYPE_BYTES[dtype] + bias
+        if q.activations is not None:
+            input_scale = SCALE_BYTES if q.activations == "static" else 0
+            return self.out_features * (self.in_features + SCALE_BYTES) + input_scale + bias
         packed = self.out_features * -(-self.in_features * q.bits // 32) * 4  # rows padded to whole int32 words
         scales = self.out_features * self.num_groups() * SCALE_BYTES
         zeros = 0 if q.symmetric else -(-self.out_features * q.bits // 32) * self.num_groups() * 4
@@ -240,7 +251,8 @@ class ModelSpec:
             choices: Linear name -> its quantization.
 
         Raises:
-            UserError: A linear is quantized already, or its width is not a multiple of the group size.
+            UserError: A linear is quantized already, its width is not a multiple of the group size, or inputs are to be
+                rounded for weights that no int8 engine multiplies them with.
         """
         for linear in self.linears():
             q = choices.get(linear.name)
@@ -249,6 +261,12 @@ class ModelSpec:
             if linear.quantization is not None:
                 raise UserError(
                     f"{linear.name}: already quantized to {linear.quantization.bits} bits by an earlier stage"
+                )
+            if q.activations is not None and (q.bits, q.group_size, q.symmetric) != (8, None, True):
+                raise UserError(
+                    f"activations {q.activations} of {linear.name}: int8 inputs go with bits 8, group_size null and "
+                    f"symmetric true, found bits {q.bits}, group_size {q.group_size or 'null'} and symmetric "
+                    f"{str(q.symmetric).lower()}"
                 )
             if q.group_size is not None and linear.in_features % q.group_size:
                 fits = [g for g in (16, 32, 64, 128, 256) if linear.in_features % g == 0]

@@ -10,6 +10,8 @@ from typing import Any
 VOCAB_SIZE = 307
 """Of every tiny model: odd, and a little more than its tokenizer has."""
 BOS, EOS = 0, 1
+INPUT_SCALE = 2.0**-5
+"""Static scale of rounded inputs in tiny models: normed values up to 4 fit."""
 
 _LLAMA: Mapping[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -138,7 +140,7 @@ def random_decoder(spec: Any, seed: int = 0) -> Any:
     import torch
 
     from strop import numerics
-    from strop.layers import Decoder, QuantLinear
+    from strop.layers import Decoder, IntegerLinear, QuantLinear
 
     generator = torch.Generator().manual_seed(seed)
     decoder = Decoder(spec)
@@ -150,13 +152,19 @@ def random_decoder(spec: Any, seed: int = 0) -> Any:
                 tensor.copy_(1 + 0.2 * noise if is_norm else noise / tensor.shape[-1] ** 0.5)
         for linear in spec.linears():
             module = decoder.linear(linear.name)
-            if isinstance(module, QuantLinear):
-                q = linear.quantization
-                weight = torch.randn(linear.out_features, linear.in_features, generator=generator)
-                scale, zero = numerics.find_scales(weight / linear.in_features**0.5, q)
-                codes = numerics.quantize(weight / linear.in_features**0.5, scale, zero, q.bits)
+            if not isinstance(module, QuantLinear | IntegerLinear):
+                continue
+            q = linear.quantization
+            weight = torch.randn(linear.out_features, linear.in_features, generator=generator)
+            scale, zero = numerics.find_scales(weight / linear.in_features**0.5, q)
+            codes = numerics.quantize(weight / linear.in_features**0.5, scale, zero, q.bits)
+            module.scale.copy_(scale)
+            if isinstance(module, IntegerLinear):
+                module.codes.copy_(codes)
+                if module.input_scale is not None:
+                    module.input_scale.fill_(INPUT_SCALE)
+            else:
                 module.packed.copy_(numerics.pack(codes, q.bits))
-                module.scale.copy_(scale)
                 if module.zero is not None:
                     module.zero.copy_(numerics.pack(zero, q.bits, axis=0))
     return decoder.eval()
@@ -399,6 +407,8 @@ def quantized(source: Path, out: Path, choices: Any, *, head: bool = True) -> Pa
         choices: One quantization for every linear, or one by linear's name.
         head: One for every linear includes the head.
     """
+    import torch
+
     from strop.model import Weights, load_linear, packed_tensors, read_spec, save_checkpoint
     from strop.numerics import find_scales, quantize
 
@@ -414,7 +424,7 @@ def quantized(source: Path, out: Path, choices: Any, *, head: bool = True) -> Pa
                 weight = load_linear(weights, old)
                 scale, zero = find_scales(weight, linear.quantization)
                 codes = quantize(weight, scale, zero, linear.quantization.bits)
-                changed.update(packed_tensors(linear, codes, scale, zero))
+                changed.update(packed_tensors(linear, codes, scale, zero, torch.tensor(INPUT_SCALE)))
         save_checkpoint(out, new, source, changed.items())
     with_spec(out, new)
     return out

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from references import tiny_folder
+from references import quantized, tiny_folder
 from safetensors.torch import load_file, save_file
 
 from strop import faults
@@ -22,7 +22,7 @@ from strop.export.eager import Eager
 from strop.export.onnx_runtime import OnnxRuntime
 from strop.methods.rtn import Rtn
 from strop.model import read_spec
-from strop.spec import ModelSpec
+from strop.spec import ModelSpec, Quantization
 from strop.stage import Context, Stage
 
 KEYS = ("a" * 64, "b" * 64, "c" * 64)
@@ -282,6 +282,41 @@ def test_rounding_hides_no_fault(rounding: tuple[Artifact, Artifact], fault: fau
     planted = faults.plant(fault, program, tmp_path / "planted")
     with pytest.raises(ConformanceError, match="without rounding its activations, its logits are not those"):
         check_program(planted, packed)
+
+
+@pytest.fixture(scope="module", params=["dynamic", "static"])
+def integers(originals: Path, request: pytest.FixtureRequest) -> tuple[Artifact, Artifact]:
+    """A checkpoint that rounds its inputs, and its program that multiplies integers."""
+    place = originals / f"integers-{request.param}"
+    place.mkdir()
+    packed = quantized(originals / KEYS[0], place / "packed", Quantization(8, None, True, request.param), head=False)
+    manifest = read_manifest(packed)
+    checkpoint = finish(packed, format="checkpoint", key=KEYS[1], spec=manifest.spec, lineage=lineage(*KEYS[:2]))
+    return checkpoint, apply(OnnxRuntime(), checkpoint, place / "program", 2)
+
+
+def test_a_program_that_multiplies_integers_passes(integers: tuple[Artifact, Artifact], originals: Path) -> None:
+    packed, program = integers
+    check_checkpoint(packed, Artifact(originals / KEYS[0], "checkpoint", KEYS[0]))
+    check_program(program, packed)
+
+
+@pytest.mark.parametrize("fault", [*faults.FAULTS, faults.Fault("scales 2 % off", slightly_wrong_scales)], ids=str)
+def test_integers_hide_no_fault(integers: tuple[Artifact, Artifact], fault: faults.Fault, tmp_path: Path) -> None:
+    packed, program = integers
+    planted = faults.plant(fault, program, tmp_path / "planted")
+    with pytest.raises(ConformanceError, match="without rounding its activations, its logits are not those"):
+        check_program(planted, packed)
+
+
+def test_a_static_scale_of_zero_is_found(originals: Path, tmp_path: Path) -> None:
+    source = Artifact(originals / KEYS[0], "checkpoint", KEYS[0])
+    folder = quantized(source.path, tmp_path / "packed", Quantization(8, None, True, "static"), head=False)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.input_scale"].zero_()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConformanceError, match=r"down_proj\.input_scale is not positive"):
+        check_checkpoint(Artifact(folder, "checkpoint", KEYS[1]), source)
 
 
 def test_logits_that_are_not_finite_are_found_without_the_checkpoint(artifacts: list[Artifact]) -> None:

@@ -13,7 +13,7 @@ from references import tiny_config, tiny_model
 
 from strop.errors import UserError
 from strop.families import FAMILIES, build_spec, opaque_spec
-from strop.spec import ModelSpec, Quantization
+from strop.spec import Activations, ModelSpec, Quantization
 
 Headers = dict[str, tuple[str, tuple[int, ...]]]
 
@@ -236,6 +236,66 @@ def test_ignored_patterns_stay_dense() -> None:
     assert {x.name for x in spec.match(None) if x.quantization is None} == dense
 
 
+INPUTS = {
+    "dynamic": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True},
+    "static": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor", "dynamic": False},
+}
+
+
+def int8_headers(activations: str) -> Headers:
+    """Headers of a model whose inner linears are int-quantized."""
+    found = dict(headers("llama", tie_word_embeddings=False))
+    for name in INSIDE:
+        shape = found[f"{name}.weight"][1]
+        found[f"{name}.weight"] = ("I8", shape)
+        found[f"{name}.weight_scale"] = ("BF16", (shape[0], 1))
+        if activations == "static":
+            found[f"{name}.input_scale"] = ("BF16", (1,))
+    return found
+
+
+def int8_group(activations: str, **changes: Any) -> dict[str, Any]:
+    inputs = {"format": "int-quantized", "input_activations": INPUTS[activations]}
+    return {**group_of(["Linear"], 8, None), **inputs, **changes}
+
+
+@pytest.mark.parametrize("activations", ["dynamic", "static"])
+def test_int8_weights_with_rounded_inputs_are_read(activations: Activations) -> None:
+    spec = quantized(int8_headers(activations), settings(int8_group(activations), format="int-quantized"))
+    assert {x.quantization for x in spec.match(None)} == {Quantization(8, None, True, activations)}
+    assert spec.head.quantization is None
+
+
+ROUNDED_OTHERWISE: Mapping[str, dict[str, Any]] = {
+    "four bits": {**INPUTS["dynamic"], "num_bits": 4},
+    "floats": {**INPUTS["dynamic"], "type": "float"},
+    "asymmetric": {**INPUTS["dynamic"], "symmetric": False},
+    "dynamic by tensor": {**INPUTS["dynamic"], "strategy": "tensor"},
+    "by group": {**INPUTS["dynamic"], "strategy": "group"},
+    "not said how": {"num_bits": 8, "strategy": ["token"]},
+}
+
+
+@pytest.mark.parametrize("inputs", ROUNDED_OTHERWISE.values(), ids=ROUNDED_OTHERWISE)
+def test_inputs_that_are_rounded_otherwise_are_refused(inputs: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="int-quantized of 8 bits, symmetric, channel") as error:
+        quantized(int8_headers("dynamic"), settings(int8_group("dynamic", input_activations=inputs)))
+    assert "\n" not in str(error.value)
+
+
+def test_int8_weights_that_no_group_names_are_refused() -> None:
+    with pytest.raises(UserError, match="is stored in codes, but no group of quantization_config names it"):
+        quantized(int8_headers("dynamic"), settings(int8_group("dynamic"), ignore=("lm_head", "re:.*down_proj")))
+    config = tiny_config("llama", tie_word_embeddings=False).to_dict()
+    with pytest.raises(UserError, match="is stored in codes, but there is no quantization_config"):
+        build_spec(config, int8_headers("dynamic"), "float32")
+
+
+def test_a_static_scale_that_is_missing_is_refused() -> None:
+    with pytest.raises(UserError, match=r"no tensor model\.layers\.0\.self_attn\.q_proj\.input_scale"):
+        quantized(int8_headers("dynamic"), settings(int8_group("static")))
+
+
 REFUSED: Mapping[str, tuple[dict[str, Any], str]] = {
     "another method": ({"quant_method": "gptq"}, "compressed-tensors"),
     "another format": (settings(group_of(["Linear"]), format="float-quantized"), "pack-quantized"),
@@ -252,7 +312,7 @@ def test_other_quantized_formats_are_refused_by_name(found: dict[str, Any], allo
 
 
 def test_a_named_linear_must_be_stored_packed() -> None:
-    with pytest.raises(UserError, match="not stored packed"):
+    with pytest.raises(UserError, match="not stored in codes"):
         quantized(headers("llama", tie_word_embeddings=False), settings(group_of(["Linear"])))
 
 

@@ -14,6 +14,7 @@ from strop import faults
 from strop.artifact import Artifact, Manifest, list_files, read_manifest, write_manifest
 from strop.errors import UserError
 from strop.export.eager import Eager
+from strop.export.gguf import Gguf
 from strop.export.onnx_runtime import OnnxRuntime
 from strop.methods.rtn import Rtn
 from strop.program import Logits, open_program
@@ -23,8 +24,11 @@ PROGRAMS: dict[str, tuple[Stage, Stage | None, str]] = {
     "packed eager": (Eager(), Rtn(bits=8, group_size=16), "float32"),
     "packed onnx": (OnnxRuntime(accuracy_level=1), Rtn(bits=8, group_size=16), "float32"),
     "channel onnx": (OnnxRuntime(accuracy_level=1), Rtn(bits=8, group_size=None), "float32"),
+    "integer eager": (Eager(), Rtn(bits=8, group_size=None, activations="dynamic"), "float32"),
+    "integer onnx": (OnnxRuntime(), Rtn(bits=8, group_size=None, activations="dynamic"), "float32"),
     "plain eager bf16": (Eager(), None, "bfloat16"),
     "plain onnx": (OnnxRuntime(), None, "float32"),
+    "plain gguf": (Gguf(), None, "float32"),
 }
 CASES = [(name, fault) for name in PROGRAMS for fault in faults.FAULTS]
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from references import VOCAB_SIZE, decoder_of, random_decoder, tiny_model
+from references import INPUT_SCALE, VOCAB_SIZE, decoder_of, random_decoder, tiny_model
 from torch import Tensor, nn
 
 from strop.export.eager import DecoderProgram
 from strop.families import FAMILIES
-from strop.layers import Decoder, QuantLinear, fold
+from strop.layers import Decoder, IntegerLinear, QuantLinear, fold, round_inputs
 from strop.program import Session, Traits, Tree
-from strop.spec import ModelSpec, Quantization
+from strop.spec import Activations, ModelSpec, Quantization
 
 LENGTH = 23
 TOLERANCE = 1e-5  # of the largest logit
@@ -362,3 +363,47 @@ def test_random_batches_steps_and_trees_never_disagree_with_one_pass() -> None:
             found = running.step(step, counts=counts)
             for row in range(2):
                 assert_close(found[row, 0], whole[row, running.lengths[row] - 1])
+
+
+@pytest.mark.parametrize("activations", ["dynamic", "static"])
+def test_integer_linears_multiply_integers(activations: Activations) -> None:
+    plain = decoder_of(tiny_model("gpt2")).spec
+    form = Quantization(8, None, True, activations)
+    decoder = random_decoder(plain.quantize({x.name: form for x in plain.linears()}))
+    module = decoder.linear("transformer.h.1.mlp.c_proj")
+    assert isinstance(module, IntegerLinear)
+    x = 2 * torch.randn(2, 3, 80, generator=torch.Generator().manual_seed(0))
+    weight, scale = module.codes.to(torch.int64), module.scale.double().flatten()
+    assert module.bias is not None
+    expected = torch.empty(2, 3, 48, dtype=torch.float64)
+    for i, j in itertools.product(range(2), range(3)):
+        step = x[i, j].abs().max() / 127.5 if activations == "dynamic" else torch.tensor(INPUT_SCALE)
+        codes = torch.tensor([min(max(round(float(v / step)), -128), 127) for v in x[i, j]])
+        expected[i, j] = (weight @ codes).double() * step.double() * scale + module.bias.double()
+    torch.testing.assert_close(module(x).double(), expected, atol=1e-5, rtol=1e-6)
+    fold(decoder)
+    assert decoder.linear("transformer.h.1.mlp.c_proj").codes.dtype == torch.float32
+    torch.testing.assert_close(module(x).double(), expected, atol=1e-5, rtol=1e-6)
+
+
+def test_integer_linears_can_take_inputs_as_they_are() -> None:
+    plain = decoder_of(tiny_model("llama")).spec
+    decoder = random_decoder(plain.quantize({x.name: Quantization(8, None, True, "static") for x in plain.linears()}))
+    tokens = ids(2, 9)
+    dense = decoder_of(tiny_model("llama", tie_word_embeddings=False))
+    weights = decoder.tensors()
+    with torch.no_grad():
+        for name, tensor in dense.tensors().items():
+            if name in weights and weights[name].dtype != torch.int8:
+                tensor.copy_(weights[name])
+        for linear in decoder.spec.linears():
+            module = decoder.linear(linear.name)
+            dense.linear(linear.name).weight.copy_(module.codes.float() * module.scale.float())
+        dense.embedding.weight.copy_(decoder.head.rows(torch.arange(VOCAB_SIZE)))
+    expected = session(dense, 2).step(tokens, logits="all").copy()
+    rounded = session(decoder, 2).step(tokens, logits="all").copy()
+    assert np.abs(rounded - expected).max() > 1e-3
+    round_inputs(decoder, rounds=False)
+    assert_close(session(decoder, 2).step(tokens, logits="all"), expected)
+    round_inputs(decoder, rounds=True)
+    np.testing.assert_array_equal(session(decoder, 2).step(tokens, logits="all"), rounded)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from references import VOCAB_SIZE, tiny_folder
+from references import INPUT_SCALE, VOCAB_SIZE, tiny_folder
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -31,10 +31,11 @@ from strop.model import (
 )
 from strop.numerics import dequantize, find_scales, quantize
 from strop.safetensors_file import WEIGHTS, locate
-from strop.spec import ModelSpec, Quantization
+from strop.spec import Linear, ModelSpec, Quantization
 
 W4 = Quantization(4, 16, symmetric=True)
 SYMMETRIC = [W4, Quantization(8, None, True), Quantization(3, 16, True), Quantization(2, 8, True)]
+W8A8 = [Quantization(8, None, True, "dynamic"), Quantization(8, None, True, "static")]
 ASYMMETRIC = [Quantization(4, 16, False), Quantization(8, None, False), Quantization(3, 16, False)]
 IDS = torch.arange(40).reshape(2, 20) * 7
 
@@ -56,9 +57,10 @@ def quantized(source: Path, out: Path, choices: Mapping[str, Quantization] | Qua
     def changed(weights: Weights) -> Iterator[tuple[str, Tensor | None]]:
         for linear in spec.linears():
             if linear.name in choices:
-                yield f"{linear.name}.weight", None
+                if choices[linear.name].activations is None:
+                    yield f"{linear.name}.weight", None
                 codes = rounded(weights, linear, choices[linear.name])
-                yield from packed_tensors(after[linear.name], *codes).items()
+                yield from packed_tensors(after[linear.name], *codes, torch.tensor(INPUT_SCALE)).items()
 
     out.mkdir()
     with Weights(source) as weights:
@@ -113,6 +115,62 @@ def test_transformers_opens_a_mix_of_formats(tmp_path: Path) -> None:
     assert torch.equal(logits(opened), logits(dense_twin(source, tmp_path / "out", spec)))
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2", "phi3"])
+@pytest.mark.parametrize("q", W8A8, ids=str)
+def test_transformers_opens_rounded_inputs_and_rounds_as_we_do(family: str, q: Quantization, tmp_path: Path) -> None:
+    spec = quantized(tiny_folder(tmp_path / "source", family), tmp_path / "out", q)
+    opened, decoder = AutoModelForCausalLM.from_pretrained(tmp_path / "out"), load_decoder(tmp_path / "out")
+    logits(opened)  # unpacks the weights
+    modules, generator = dict(opened.named_modules()), torch.Generator().manual_seed(0)
+    for linear in spec.linears():
+        x = 2 * torch.randn(2, 5, linear.in_features, generator=generator)
+        with torch.inference_mode():
+            found, ours = modules[linear.name](x), decoder.linear(linear.name)(x)
+        torch.testing.assert_close(found, ours, atol=1e-5, rtol=1e-5)
+    assert torch.equal(modules[spec.layers[0].linears["o"].name].weight, load(tmp_path / "out", spec))
+
+
+def load(folder: Path, spec: ModelSpec) -> Tensor:
+    """The dense weight of the first o."""
+    with Weights(folder) as weights:
+        return load_linear(weights, spec.layers[0].linears["o"])
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("q", W8A8, ids=str)
+def test_our_decoder_opens_rounded_inputs(family: str, q: Quantization, tmp_path: Path) -> None:
+    source = tiny_folder(tmp_path / "source", family)
+    spec = quantized(source, tmp_path / "out", q)
+    assert read_spec(tmp_path / "out").layers == spec.layers
+    decoder = load_decoder(tmp_path / "out")
+    with Weights(source) as before, Weights(tmp_path / "out") as after:
+        for old, new in zip(read_spec(source).linears(), spec.linears(), strict=True):
+            codes, scale, zero = rounded(before, old, q)
+            assert torch.equal(load_linear(after, new), dequantize(codes, scale, zero))
+            module = decoder.linear(new.name)
+            assert torch.equal(module.codes, codes)
+            assert torch.equal(module.scale.float(), scale)
+            expected = INPUT_SCALE if q.activations == "static" else None
+            assert (None if module.input_scale is None else float(module.input_scale)) == expected
+    if spec.is_tied:
+        assert torch.equal(decoder.linear("lm_head").rows(IDS), load_table(tmp_path / "out", spec)[IDS])
+
+
+def load_table(folder: Path, spec: ModelSpec) -> Tensor:
+    """The stored embedding."""
+    with Weights(folder) as weights:
+        return weights.load(f"{spec.embedding}.weight")
+
+
+def test_a_static_scale_that_is_missing_is_an_error() -> None:
+    linear = Linear("x", 16, 4, quantization=W8A8[1])
+    codes, scale, zero = torch.zeros(4, 16, dtype=torch.int8), torch.ones(4, 1), torch.zeros(4, 1, dtype=torch.int8)
+    with pytest.raises(ValueError, match="no scale for its inputs"):
+        packed_tensors(linear, codes, scale, zero)
+    with pytest.raises(ValueError, match="round_scales"):
+        packed_tensors(linear, codes, scale, zero, torch.tensor(0.1))
+
+
 @pytest.mark.parametrize("family", ["llama", "phi3", "gemma3_text", "gpt2"])
 @pytest.mark.parametrize("q", [*SYMMETRIC, *ASYMMETRIC], ids=str)
 def test_our_decoder_opens_every_format(family: str, q: Quantization, tmp_path: Path) -> None:
@@ -126,7 +184,7 @@ def test_our_decoder_opens_every_format(family: str, q: Quantization, tmp_path: 
             assert torch.equal(decoder.linear(new.name).dense(), expected)
 
 
-@pytest.mark.parametrize("q", [W4, Quantization(3, 16, False), Quantization(8, None, False)], ids=str)
+@pytest.mark.parametrize("q", [W4, Quantization(3, 16, False), Quantization(8, None, False), *W8A8], ids=str)
 def test_bytes_on_disk_are_those_of_the_table(q: Quantization, tmp_path: Path) -> None:
     source = tiny_folder(tmp_path / "source", "qwen2", dtype="bfloat16")
     spec = quantized(source, tmp_path / "out", q)

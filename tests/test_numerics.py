@@ -9,7 +9,18 @@ import torch
 from torch import Tensor
 
 from strop import numerics
-from strop.numerics import code_range, dequantize, find_scales, pack, quantize, round_scales, search_scales, unpack
+from strop.numerics import (
+    code_range,
+    dequantize,
+    find_scales,
+    pack,
+    quantize,
+    round_inputs,
+    round_scales,
+    search_scales,
+    token_scales,
+    unpack,
+)
 from strop.spec import Quantization
 
 FORMS = [
@@ -172,3 +183,40 @@ def test_scales_searched_by_a_hessian_leave_the_least_output_error_of_those_trie
             z = first_zero[row, group] if symmetric else (-4 - low * shrink / s).round().clamp(-4, 3).to(torch.int8)
             tried.append(lost(row, group, s, z))
         assert lost(row, group, scale[row, group], zero[row, group]) == pytest.approx(min(tried), rel=1e-3)
+
+
+def loud_inputs() -> Tensor:
+    """(3, 5, 37) with one loud input, one token of zeros, one of ties between two codes."""
+    x = torch.randn(3, 5, 37, generator=torch.Generator().manual_seed(0))
+    x[..., 11] *= 50
+    x[1, 2] = 0
+    x[2, 3] = torch.arange(37) - 18.5
+    x[2, 3, 0] = -127.5
+    return x
+
+
+def test_inputs_are_rounded_as_compressed_tensors_does() -> None:
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+    from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
+
+    x = loud_inputs()
+    for dynamic, strategy in ((True, "token"), (False, "tensor")):
+        args = QuantizationArgs(num_bits=8, type="int", symmetric=True, strategy=strategy, dynamic=dynamic)
+        scale, zero = torch.tensor([0.25]), torch.tensor([0], dtype=torch.int8)
+        if dynamic:
+            scale, zero = compute_dynamic_scales_and_zp(x, args, torch.nn.Identity())
+        ours = token_scales(x) if dynamic else scale
+        assert torch.equal(round_inputs(x, ours) * ours, fake_quantize(x, scale, zero, args))
+
+
+def test_no_input_of_a_token_is_off_by_more_than_half_its_scale() -> None:
+    x = loud_inputs()
+    scale = token_scales(x)
+    codes = round_inputs(x, scale)
+    assert torch.equal(codes, codes.round())
+    assert codes.min() >= -128
+    assert codes.max() <= 127
+    assert bool(((codes * scale - x).abs() <= 0.5001 * scale).all())
+    assert torch.equal(codes[1, 2], torch.zeros(37))
+    assert torch.equal(codes[2, 3, 1:4], torch.tensor([-18.0, -16.0, -16.0])), "halves go to even"

@@ -25,7 +25,8 @@ SMALL = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("recipes") / "tiny")
+    widths = {"hidden_size": 96, "intermediate_size": 64}  # the blocks of a GGUF file divide them
+    return tiny_folder(tmp_path_factory.mktemp("recipes") / "tiny", **widths)
 
 
 def small(found: recipe.Recipe, model: Path) -> list[str]:
@@ -34,14 +35,17 @@ def small(found: recipe.Recipe, model: Path) -> list[str]:
     evals = [x for x in found.text["evals"] if x["use"] not in left_out]
     gates = [x for x in found.text["gates"] if x["metric"].split(".")[0] not in left_out]
     present = {x["use"] for x in evals} | ({"calibration"} if found.calibration else set())
-    groups = [x.name for x in found.chains[0].stages if hasattr(x.stage, "group_size")]
+    groups = [x.name for x in found.chains[0].stages if getattr(x.stage, "group_size", None) is not None]
     groups += [
-        f"variants.{v}.replace.{x}" for v, y in found.text.get("variants", {}).items() for x in y.get("replace", {})
+        f"variants.{v}.replace.{x}"
+        for v, y in found.text.get("variants", {}).items()
+        for x, stage in y.get("replace", {}).items()
+        if stage.get("group_size", 64) is not None
     ]
     return [
         f"model.source={model}", "threads=1", f"evals={json.dumps(evals)}", f"gates={json.dumps(gates)}",
         *(f"{name}.{x}" for name in sorted(present) for x in SMALL.get(name, ())),
-        *(f"{x}.group_size=16" for x in groups),
+        *(f"{x}.group_size=32" for x in groups),
     ]  # fmt: skip
 
 

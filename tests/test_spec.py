@@ -18,6 +18,7 @@ from strop.spec import ModelSpec, Quantization
 SCHEMES = [
     Quantization(bits, group, symmetric) for bits in (2, 3, 4, 8) for group in (16, None) for symmetric in (True, False)
 ]
+W8A8 = [Quantization(8, None, True, "dynamic"), Quantization(8, None, True, "static")]
 
 
 def spec_of(family: str, **changes: Any) -> ModelSpec:
@@ -44,13 +45,14 @@ def test_bytes_are_those_of_the_file(tmp_path: Path, family: str, dtype: str) ->
     assert decoder_of(tiny_model(family).to(getattr(torch, dtype))).spec.size_bytes() == stored
 
 
-@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+@pytest.mark.parametrize("scheme", [*SCHEMES, *W8A8], ids=str)
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_bytes_of_quantized_linears_are_those_of_their_tensors(scheme: Quantization, is_tied: bool) -> None:
     plain = spec_of("llama", tie_word_embeddings=is_tied, attention_bias=True)
     spec = plain.quantize({x.name: scheme for x in plain.linears()})
     tensors = random_decoder(spec).tensors()
-    shapes = 16 * len(list(spec.linears()))  # weight_shape of each, two int64, which the decoder has no use for
+    # weight_shape of each packed one, two int64, which the decoder has no use for
+    shapes = 16 * len(list(spec.linears())) * (scheme.activations is None)
     embedding = 4 * spec.vocab_size * spec.hidden_size if is_tied else 0  # stays in the file beside its tied codes
     assert spec.size_bytes() == sum(x.nbytes for x in tensors.values()) + shapes + embedding
 
@@ -76,6 +78,16 @@ def test_quantizing_twice_or_by_a_group_that_does_not_divide_is_refused() -> Non
         once.quantize({name: Quantization(8, 16, True)})
     with pytest.raises(UserError, match=r"32 does not divide the 80 inputs of model.layers.0.mlp.down_proj.*\[16\]"):
         spec.quantize({name: Quantization(4, 32, True)})
+
+
+@pytest.mark.parametrize("form", [(4, None, True), (8, 16, True), (8, None, False)], ids=str)
+def test_inputs_are_rounded_only_for_weights_that_int8_engines_multiply(form: tuple[int, int | None, bool]) -> None:
+    spec = spec_of("llama")
+    name = "model.layers.0.mlp.down_proj"
+    with pytest.raises(UserError, match=r"activations dynamic of model\.layers\.0\.mlp\.down_proj: .* group_size null"):
+        spec.quantize({name: Quantization(*form, "dynamic")})
+    once = spec.quantize({name: W8A8[1]})
+    assert ModelSpec.from_json(json.loads(json.dumps(once.to_json()))) == once
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,7 +1,7 @@
 """ONNX Runtime on the CPU: our own graph of its fused operators, packed codes taken over as they are.
 
-Operators: MatMulNBits, GroupQueryAttention, skip-norms (ONNX Runtime contrib operators, domain com.microsoft). One
-graph serves prefill and decoding; keys and values are updated in place. Activations are float32.
+Operators: MatMulNBits, MatMulIntegerToFloat, GroupQueryAttention, skip-norms (ONNX Runtime contrib operators, domain
+com.microsoft). One graph serves prefill and decoding; keys and values are updated in place. Activations are float32.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class OnnxRuntime(Stage):
     """Lower to ONNX Runtime, CPU.
 
     Attributes:
-        accuracy_level: How quantized linears take their inputs: 4 as int8, quantized block by block (fastest); 1 as
-            float32.
+        accuracy_level: How linears of which only the weights are quantized take their inputs: 4 as int8, quantized
+            block by block (fastest); 1 as float32.
         trees: Let steps take trees of candidate tokens. Costs a little at every step.
     """
 
@@ -61,7 +61,6 @@ class OnnxRuntime(Stage):
         return {"spec": spec, "traits": self._traits(spec, context.threads), "report": {"operators": operators}}
 
     def _traits(self, spec: ModelSpec, threads: int) -> Traits:
-        is_quantized = any(x.quantization is not None for x in spec.linears())
         return Traits(
             runtime="onnx_runtime",
             dtype="float32",
@@ -70,8 +69,14 @@ class OnnxRuntime(Stage):
             context=spec.max_positions,
             vocab_size=spec.vocab_size,
             takes_trees=self.trees,
-            kernels=_kernels(self.accuracy_level) if is_quantized else "MatMul float32",
+            kernels=self._kernels(spec),
         )
+
+    def _kernels(self, spec: ModelSpec) -> str:
+        """What the traits say computes quantized linears."""
+        quantized = [layout.rounds_inputs(x) for x in spec.linears() if x.quantization is not None]
+        packed = [f"{LEVEL}{self.accuracy_level}"] if not all(quantized) else []
+        return ", ".join([*packed, *([INTEGER] if any(quantized) else [])]) or FLOAT
 
     @staticmethod
     def load(path: Path, traits: Traits) -> Program:
@@ -82,25 +87,23 @@ class OnnxRuntime(Stage):
 
     @staticmethod
     def write_exact(path: Path, traits: Traits, out: Path) -> Traits | None:
-        """See `program.Rounding`: inputs of quantized linears stay float32.
+        """See `program.Rounding`: inputs of linears stay float32, and products of integers become those of floats.
 
         Raises:
             MissingExtra: No onnx-ir.
         """
-        if traits.kernels != _kernels(4):
+        kernels = traits.kernels.replace(f"{LEVEL}4", f"{LEVEL}1").replace(INTEGER, FLOAT)
+        if kernels == traits.kernels:
             return None
         try:
-            from strop.export.onnx_runtime.graph import copy_model
+            from strop.export.onnx_runtime.graph import copy_exact
         except ModuleNotFoundError as error:
             raise MissingExtra("onnx-ir", "onnx", "checking an onnx_runtime program") from error
-        copy_model(path, out, accuracy_level=1)
-        return dataclasses.replace(traits, kernels=_kernels(1))
+        copy_exact(path, out)
+        return dataclasses.replace(traits, kernels=kernels)
 
 
-def _kernels(accuracy_level: int) -> str:
-    """What the traits say computes quantized linears."""
-    return f"MatMulNBits accuracy_level {accuracy_level}"
-
-
+LEVEL, INTEGER, FLOAT = "MatMulNBits accuracy_level ", "MatMulIntegerToFloat", "MatMul float32"
+"""Kernels, as the traits name them."""
 WRITTEN_PER_SECOND = 2e8
 """Bytes, for estimates."""

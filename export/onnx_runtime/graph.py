@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from strop import numerics
 from strop.export.onnx_runtime import layout
-from strop.model import Weights, load_linear
+from strop.model import Weights, load_linear, load_packed
 from strop.spec import LayerSpec, Linear, ModelSpec, Norm
 
 Bytes = NDArray[np.uint8]
@@ -27,7 +27,11 @@ Floats = NDArray[np.float32]
 CONTRIB = "com.microsoft"
 OPSETS = {"": 21, CONTRIB: 1}
 IR_VERSION = 10
-FLOAT, INT32, INT64, UINT8 = ir.DataType.FLOAT, ir.DataType.INT32, ir.DataType.INT64, ir.DataType.UINT8
+FLOAT, INT32, INT64, INT8, UINT8 = (getattr(ir.DataType, x) for x in ("FLOAT", "INT32", "INT64", "INT8", "UINT8"))
+INTEGER = "MatMulIntegerToFloat"
+MIDDLE = 128
+"""What rounded inputs are stored as above their value: on x86-64 without AVX-VNNI-INT8, onnxruntime 1.32 is quick only
+where one side of an integer product is unsigned."""
 
 
 def write_model(spec: ModelSpec, weights: Weights, out: Path, *, accuracy_level: int, trees: bool) -> dict[str, int]:
@@ -53,14 +57,36 @@ def write_model(spec: ModelSpec, weights: Weights, out: Path, *, accuracy_level:
     return {name: operators.count(name) for name in sorted(set(operators))}
 
 
-def copy_model(source: Path, out: Path, *, accuracy_level: int) -> None:
-    """Write the program of one folder into another, with another accuracy level of MatMulNBits."""
+def copy_exact(source: Path, out: Path) -> None:
+    """Write the program of one folder into another, with no input of a linear rounded; weights stay what they are."""
     model = ir.load(source / layout.MODEL)
-    for node in model.graph:
+    for node in list(model.graph):
         if node.op_type == "MatMulNBits":
-            node.attributes.add(ir.AttrInt64("accuracy_level", accuracy_level))
+            node.attributes.add(ir.AttrInt64("accuracy_level", 1))
+        elif node.op_type == INTEGER:
+            _multiply_floats(model.graph, node)
+    outputs = set(model.graph.outputs)
+    for node in reversed(model.graph):
+        if not any(x.uses() or x in outputs for x in node.outputs):
+            model.graph.remove(node, safe=True)
     ir.save(model, out / layout.MODEL)
     shutil.copyfile(source / layout.DATA, out / layout.DATA)
+
+
+def _multiply_floats(graph: ir.Graph, node: ir.Node) -> None:
+    """Make a product of integers one of floats, of the inputs before they were rounded."""
+    codes, weight, _, scales = node.inputs[:4]
+    rounding = None if codes is None else codes.producer()
+    assert rounding is not None
+    cast = ir.node("Cast", [weight], {"to": int(FLOAT)}, name=f"{node.name}.cast")
+    scaled = ir.node("Mul", [cast.outputs[0], scales], name=f"{node.name}.scale")
+    for before in (cast, scaled):
+        before.outputs[0].name = f"{before.name}.0"
+    graph.insert_before(node, [cast, scaled])
+    node.op_type, node.domain = "MatMul", ""
+    node.resize_inputs(2)
+    node.replace_input_with(0, rounding.inputs[0])
+    node.replace_input_with(1, scaled.outputs[0])
 
 
 class _DataFile:
@@ -106,6 +132,11 @@ class _Lowering:
         self.inputs = _inputs(spec, trees)
         self.constants: dict[str, ir.Value] = {}
         self.stored: dict[str, list[ir.Value]] = {}
+        self.rounded: dict[tuple[ir.Value, float | None], tuple[ir.Value, ir.Value]] = {}
+        """Input of linears, and its scale where that is static -> its codes and their scale."""
+        self.middles: dict[bool, ir.Value] = {}
+        """Whether rows were picked -> `MIDDLE` for each token."""
+        self.is_picked = False
         self.new: dict[int, tuple[ir.Value | None, ir.Value | None]] = {}
         """Layer -> its keys and values of the new tokens, where they are not one tensor with the queries."""
         self.cache: dict[int, list[ir.Value]] = {}
@@ -120,6 +151,7 @@ class _Lowering:
             branch = self._attention(index, normed)
             if index == last:
                 # What the last layer does after attention is needed only where logits are asked for.
+                self.is_picked = True
                 x, branch = (
                     self._pick_rows(x, spec.hidden_size),
                     self._pick_rows(branch, layer.num_heads * layer.head_dim),
@@ -210,7 +242,7 @@ class _Lowering:
         """Queries, keys and values (B, K, heads · D), or all in one (qkv, None, None)."""
         layer = self.spec.layers[index]
         linears = [layer.linears[role] for role in ("qkv", "q", "k", "v") if role in layer.linears]
-        is_one = len(linears) == 1 or layout.can_fuse(linears)
+        is_one = len(linears) == 1 or (layout.can_fuse(linears) and len({self._input_scale(y) for y in linears}) == 1)
         rotates_here = layer.rope is not None and not layout.rotates_inside(self.spec, index)
         is_owner, is_shared = layer.kv_from_layer is None, any(y.kv_from_layer == index for y in self.spec.layers)
         parts = [self._linear(linears, x)] if is_one else [self._linear([linear], x) for linear in linears]
@@ -288,6 +320,9 @@ class _Lowering:
         if first.quantization is None:
             y = self._node("FusedMatMul", [x, self._dense(linears)], {"transB": 1})
             return y if bias is None else self._node("Add", [y, bias], domain="")
+        if layout.rounds_inputs(first):
+            y = self._multiply_integers(linears, x)
+            return y if bias is None else self._node("Add", [y, bias], domain="")
         codes, scales, *zeros = self._packed(linears)
         packing = layout.packing(first)
         attributes = {"K": first.in_features, "N": rows, "bits": packing.bits, "block_size": packing.block}
@@ -297,6 +332,46 @@ class _Lowering:
             [x, codes, scales, *zeros, *optional],
             {**attributes, "accuracy_level": self.accuracy_level},
         )
+
+    def _multiply_integers(self, linears: Sequence[Linear], x: ir.Value) -> ir.Value:
+        """Outputs of linears that round their inputs, biases apart. Sums are exact; the scales are applied to them."""
+        rows, columns = sum(y.out_features for y in linears), linears[0].in_features
+        codes, steps = self._round(x, columns, self._input_scale(linears[0]))
+        packed = [load_packed(self.weights, y) for y in linears]
+        weight = np.concatenate([y.numpy().T for y, _, _ in packed], axis=1)
+        scales = np.concatenate([y.numpy().flatten() for _, y, _ in packed])
+        stored = [
+            self._joined(linears, "codes", INT8, (columns, rows), (weight,)),
+            self._joined(linears, "scales", FLOAT, (rows,), (scales,)),
+        ]
+        return self._node(INTEGER, [codes, stored[0], steps, stored[1], self._middle()])
+
+    def _round(self, x: ir.Value, width: int, input_scale: float | None) -> tuple[ir.Value, ir.Value]:
+        """Codes (B, K, width) of an input, and their scale: of each token (B, K, 1), or the given one.
+
+        A token of zeros has the scale 0 and codes that mean nothing, and gives products that are 0.
+        """
+        if (x, input_scale) not in self.rounded:
+            if input_scale is None:
+                largest = self._node("ReduceMax", [self._node("Abs", [x], domain=""), self._integers([-1])], domain="")
+                scale = self._node("Div", [largest, self._scalar(numerics.INPUT_RANGE)], domain="")
+                if self.is_picked not in self.middles:
+                    value, shape = ir.tensor(np.array([MIDDLE], np.uint8)), self._node("Shape", [scale], domain="")
+                    self.middles[self.is_picked] = self._node("ConstantOfShape", [shape], {"value": value}, domain="")
+                middle, blocks = self.middles[self.is_picked], {"axis": -1, "block_size": width}
+            else:
+                scale, middle, blocks = self._scalar(input_scale), self._middle(), {}
+            self.rounded[x, input_scale] = self._node("QuantizeLinear", [x, scale, middle], blocks, domain=""), scale
+        return self.rounded[x, input_scale]
+
+    def _middle(self) -> ir.Value:
+        return self._constant("middle", np.array(MIDDLE, dtype=np.uint8))
+
+    def _input_scale(self, linear: Linear) -> float | None:
+        """Where the inputs of a linear are rounded by a static scale."""
+        if linear.quantization is None or linear.quantization.activations != "static":
+            return None
+        return float(self._load(f"{linear.name}.input_scale")[0])
 
     def _dense(self, linears: Sequence[Linear]) -> ir.Value:
         """W (out, in) of unquantized linears, rows below rows; a tied head is the embedding."""

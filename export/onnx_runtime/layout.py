@@ -55,14 +55,20 @@ class Packing:
         return rows * (self.row_bytes + 4 * self.num_blocks + self.zero_bytes)
 
 
+def rounds_inputs(linear: Linear) -> bool:
+    """Whether inputs and weights are multiplied as integers, by MatMulIntegerToFloat; else MatMulNBits computes it."""
+    return linear.quantization is not None and linear.quantization.activations is not None
+
+
 def packing(linear: Linear) -> Packing:
-    """The layout of a quantized linear.
+    """The layout of a linear with quantized weights only.
 
     Raises:
         UserError: Its groups are not multiples of 16.
     """
     q = linear.quantization
     assert q is not None
+    assert not rounds_inputs(linear)
     bits = 4 if q.bits == 3 else q.bits
     size = linear.in_features if q.group_size is None else q.group_size
     block = min(size & -size, LARGEST_2_BIT_BLOCK if bits == 2 else LARGEST_BLOCK)
@@ -145,8 +151,13 @@ def check(spec: ModelSpec) -> None:
                 f"onnx_runtime: layer {index} takes keys of layer {layer.kv_from_layer}, whose heads differ"
             )
     for linear in spec.linears():
-        if linear.quantization is not None:
+        if linear.quantization is not None and not rounds_inputs(linear):
             packing(linear)
+    if shares_codes(spec) and rounds_inputs(spec.head):
+        raise UserError(
+            f"onnx_runtime: tokens are looked up in the quantized {spec.head.name}, which cannot be multiplied as "
+            "integers too; allowed: activations null for it"
+        )
     if shares_codes(spec) and spec.hidden_size % SMALLEST_BLOCK:
         raise UserError(
             f"onnx_runtime: tokens are looked up in the quantized {spec.head.name}, {spec.hidden_size} wide; "
@@ -157,13 +168,14 @@ def check(spec: ModelSpec) -> None:
 def notes(spec: ModelSpec) -> tuple[str, ...]:
     """Lines worth a user's attention."""
     quantized = [x for x in spec.linears() if x.quantization is not None]
+    packed = [x for x in quantized if not rounds_inputs(x)]
     found = []
     widened = [x for x in quantized if x.quantization and x.quantization.bits == 3]
     if widened:
         found.append(
             f"{len(widened)} linears of 3 bits run as 4 bits: MatMulNBits has no 3-bit kernel, and the bytes say so"
         )
-    slow = [x for x in quantized if packing(x).bits == 2 and packing(x).block == SMALLEST_BLOCK]
+    slow = [x for x in packed if packing(x).bits == 2 and packing(x).block == SMALLEST_BLOCK]
     if slow:
         found.append(
             f"{len(slow)} linears of 2 bits with groups of 16 run dequantized: the kernel takes groups of 32 and more"
@@ -191,9 +203,17 @@ def _linear_bytes(linear: Linear) -> int:
     bias = 4 * linear.out_features if linear.has_bias else 0
     if linear.quantization is None:
         return 4 * linear.in_features * linear.out_features + bias
-    return packing(linear).size_bytes(linear.out_features) + bias
+    return weight_bytes(linear) + bias
+
+
+def weight_bytes(linear: Linear) -> int:
+    """Of a quantized linear: codes, float32 scales and zero points."""
+    if rounds_inputs(linear):
+        return linear.out_features * (linear.in_features + 4)
+    return packing(linear).size_bytes(linear.out_features)
 
 
 def _num_records(layer: LayerSpec, trees: bool) -> int:
     """Nodes, tensors and cache inputs and outputs of a layer."""
-    return 10 + 4 * len(layer.linears) + 2 * sum(1 for _ in layer.norms()) + (4 if trees else 0)
+    rounding = 5 * len(layer.groups()) if any(rounds_inputs(x) for x in layer.linears.values()) else 0
+    return 10 + rounding + 4 * len(layer.linears) + 2 * sum(1 for _ in layer.norms()) + (4 if trees else 0)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from strop.errors import MissingExtra, UserError
 from strop.export.onnx_runtime import layout, memory
+from strop.machine import instruction_sets
 from strop.program import Cache, Forward, Logits, Program, Step, Traits
 
 Array = NDArray[Any]
@@ -25,6 +26,9 @@ KEPT_CALLS = 4
 SPIN_US = "200"
 """How long a thread waits awake for its next piece of work: between two operators, not between two steps. Longer gains
 about 1 % when the cores are free and loses half the speed and more when they are shared."""
+VNNI = {"avx512_vnni", "avx_vnni", "amx_int8"}
+"""Instructions that multiply int8 and uint8 exactly. On x86-64 without them sums of two products saturate, unless
+onnxruntime is told to take unsigned weights, which is slower."""
 LARGE_STEP = 64
 """New tokens a row from which on a step gives its working memory back afterwards, which otherwise stays for good."""
 BLOCKED = np.float32(-1e9)
@@ -62,6 +66,8 @@ def load(path: Path, traits: Traits) -> OnnxProgram:
     options.intra_op_num_threads = traits.threads
     options.log_severity_level = 4
     options.add_session_config_entry("session.intra_op.spin_duration_us", SPIN_US)
+    if not VNNI & set(instruction_sets()):
+        options.add_session_config_entry("session.x64quantprecision", "1")
     before = memory.mappings()
     try:
         session = onnxruntime.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])

@@ -81,10 +81,16 @@ def check(spec: ModelSpec) -> None:
     """Refuse what cannot be compiled.
 
     Raises:
-        UserError: A family that has no table.
+        UserError: A family that has no table, or inputs that are rounded.
     """
     if spec.opaque_bytes is not None:
         raise UserError(f"export: {spec.family} is not a known family, torch_compile cannot lower it; allowed: eager")
+    for linear in spec.linears():
+        if linear.quantization is not None and linear.quantization.activations is not None:
+            raise UserError(
+                f"export: torch_compile has no int8 inputs, {linear.name} asks for activations: "
+                f"{linear.quantization.activations}; allowed: onnx_runtime, eager, or activations: null"
+            )
 
 
 def size_bytes(spec: ModelSpec, dtype: DType) -> int:

@@ -14,8 +14,8 @@ W x = (W · s) (x / s). Not to be confused with `scale` and `zero` (out, groups)
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -23,15 +23,14 @@ from pydantic import Field
 
 from strop.artifact import Artifact, write_atomically
 from strop.errors import UserError
-from strop.spec import Linear, ModelSpec, Norm, Quantization
+from strop.methods._folding import Factors, Fold, Site, find_sites, folded_tensors, notes, storable
+from strop.spec import Linear, ModelSpec, Quantization
 from strop.stage import GFLOPS_PER_THREAD, Context, Plan, Stage
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from strop.calibration.capture import Group
-    from strop.model import Weights
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +42,6 @@ QUIETEST = 1e-3
 """Part of the mean magnitude that quieter inputs are taken to have: other text may wake them."""
 SEARCH_OPERATIONS = 70_000
 """For each weight: some five exponents times thirty scales, memory-bound; counted as operations."""
-ROLES = (("qkv", "q", "k", "v"), ("o",), ("gate_up", "gate", "up"), ("down",))
-"""Of a layer's linears, those that read the same input."""
 
 
 class Awq(Stage):
@@ -79,7 +76,7 @@ class Awq(Stage):
             size_bytes=result.size_bytes(),
             memory_bytes=4 * int(tokens * (spec.hidden_size + widest) + 3 * block + 8 * widest**2),
             seconds=(tokens * (forward + hessians) + searching) / (2 * GFLOPS_PER_THREAD * 1e9),
-            notes=_notes(find_sites(spec, linears)),
+            notes=notes("awq", find_sites(spec, linears)),
         )
 
     def run(self, source: Artifact, out: Path, context: Context) -> dict[str, Any]:
@@ -159,7 +156,7 @@ class Awq(Stage):
         if not bool(energy > 0):
             log.warning("awq: %s: no input on the calibration text, rounded to nearest", place)
         elif isinstance(site.fold, Fold):
-            tried = ((x, _storable(folder, site.fold, scales)) for x, scales in candidates(h, site.fold))
+            tried = ((x, storable(folder, site.fold, scales)) for x, scales in candidates(h, site.fold))
         weight = torch.cat([group.weights[x.name] for x in site.chosen])
         best = search(weight, h, self._quantization(), ((x, scales, site.spread(scales)) for x, scales in tried))
         found = {"scales": best.scales, "exponent": torch.tensor(best.exponent), "energy": energy}
@@ -198,120 +195,6 @@ class Awq(Stage):
                         codes = quantize(factors.scaled(weights, linear), scale, zero, self.bits)
                     yield f"{linear.name}.weight", None
                     yield from packed_tensors(quantized[linear.name], codes, scale, zero).items()
-
-
-# Which linears can be scaled, and where the inverse goes.
-
-
-@dataclass(frozen=True)
-class Fold:
-    """What comes before linears and takes the inverse of their inputs' scales.
-
-    Attributes:
-        before: A norm, whose gain and bias take it, or a linear, of which some rows and their bias do.
-        size: Distinct scales.
-        first_row: Of those rows of a linear, `size` of them.
-        width: Scales that are repeated together: a head's width.
-        repeats: Query heads that read the same value.
-    """
-
-    before: Norm | Linear
-    size: int
-    first_row: int = 0
-    width: int = 1
-    repeats: int = 1
-
-    def spread(self, scales: Tensor) -> Tensor:
-        """s (in,) of distinct scales (size,): those of a value's head for each query head that reads it."""
-        return scales.view(-1, 1, self.width).expand(-1, self.repeats, -1).reshape(-1)
-
-    def pool(self, energy: Tensor) -> Tensor:
-        """The mean energy (size,) of the inputs (in,) that get the same scale."""
-        return energy.view(-1, self.repeats, self.width).mean(1).reshape(-1)
-
-
-@dataclass(frozen=True)
-class Site:
-    """Linears that read the same input.
-
-    Attributes:
-        readers: All of them, in the order of computation.
-        chosen: Those to quantize.
-        fold: Where the inverse of the scales goes, or why it can go nowhere.
-    """
-
-    readers: tuple[Linear, ...]
-    chosen: tuple[Linear, ...]
-    fold: Fold | str
-
-    @property
-    def num_scales(self) -> int:
-        """Distinct scales; one for all where there are none."""
-        return self.fold.size if isinstance(self.fold, Fold) else 1
-
-    def spread(self, scales: Tensor) -> Tensor:
-        """Distinct scales as s (in,), or (1,) where the inputs are not scaled."""
-        return self.fold.spread(scales) if isinstance(self.fold, Fold) else scales
-
-
-def find_sites(spec: ModelSpec, linears: Collection[Linear]) -> list[Site]:
-    """Where the linears read their inputs, in the order of computation."""
-    names = {x.name for x in linears}
-    groups: list[tuple[int, tuple[Linear, ...]]] = []
-    for index, layer in enumerate(spec.layers):
-        groups += [(index, tuple(layer.linears[x] for x in roles if x in layer.linears)) for roles in ROLES]
-    groups.append((len(spec.layers), (spec.head,)))
-    found = ((index, readers, tuple(x for x in readers if x.name in names)) for index, readers in groups)
-    return [Site(readers, chosen, find_fold(spec, index, readers)) for index, readers, chosen in found if chosen]
-
-
-def find_fold(spec: ModelSpec, index: int, readers: Sequence[Linear]) -> Fold | str:
-    """Where the inverse of the scales of some linears' input can go.
-
-    Args:
-        spec: The table.
-        index: Of the layer; the number of layers for the head.
-        readers: All linears that read the input.
-
-    Returns:
-        A fold, or why there is none: a clause with the input as its subject.
-    """
-    for linear in readers:
-        if linear.quantization is not None:
-            return f"{linear.name}, quantized by an earlier stage, reads it too"
-    if index == len(spec.layers):
-        return "the head is tied to the embedding" if spec.is_tied else Fold(spec.final_norm, spec.hidden_size)
-    layer = spec.layers[index]
-    role = next(role for role, x in layer.linears.items() if x.name == readers[0].name)
-    if role == "o":
-        return _fold_into_values(spec, index)
-    if role == "down":
-        if not layer.is_gated:
-            return "it comes from an activation, which no scale passes through"
-        return _fold_into_last_rows(layer.linears, ("gate_up", "up"), layer.intermediate_size)
-    return Fold(layer.input_norm if role in ("qkv", "q") else layer.mlp_norm, spec.hidden_size)
-
-
-def _fold_into_values(spec: ModelSpec, index: int) -> Fold | str:
-    """Attention's output is a mean of values with weights that do not depend on them."""
-    layer = spec.layers[index]
-    if layer.kv_from_layer is not None:
-        return f"its values come from layer {layer.kv_from_layer}"
-    for other, x in enumerate(spec.layers):
-        if x.kv_from_layer == index:
-            return f"layer {other} reads the same values"
-    fold = _fold_into_last_rows(layer.linears, ("qkv", "v"), layer.num_kv_heads * layer.head_dim)
-    if isinstance(fold, str):
-        return fold
-    return Fold(fold.before, fold.size, fold.first_row, layer.head_dim, layer.num_heads // layer.num_kv_heads)
-
-
-def _fold_into_last_rows(linears: dict[str, Linear], roles: Sequence[str], size: int) -> Fold | str:
-    """Values are the last rows of qkv and all of v; up is the last rows of gate_up."""
-    before = next(linears[x] for x in roles if x in linears)
-    if before.quantization is not None:
-        return f"it comes from {before.name}, quantized by an earlier stage"
-    return Fold(before, size, before.out_features - size)
 
 
 # Maths.
@@ -397,126 +280,7 @@ def blocks(hessian: Tensor, group_size: int | None) -> Tensor:
     return hessian.reshape(num_groups, size, num_groups, size).diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()
 
 
-def storable_scales(weight: Tensor, scales: Tensor, offset: float, dtype: torch.dtype) -> Tensor:
-    """The scales that a gain takes exactly, once it is divided by the scales wanted and stored.
-
-    Args:
-        weight: Of the norm as stored, (size,), float32; its gain is `offset` + `weight`.
-        scales: Wanted, (size,), positive.
-        offset: Of the norm.
-        dtype: That the gain is stored in.
-
-    Returns:
-        (size,), float32; 1 where the stored gain would be off by more than a factor of two, as where it is zero.
-    """
-    import torch
-
-    gain = weight + offset
-    found = gain / (divide_gain(weight, scales, offset).to(dtype).float() + offset)
-    is_close = (found > scales / 2) & (found < scales * 2)  # False for NaN
-    return torch.where(is_close, found, 1.0)
-
-
-def divide_gain(weight: Tensor, scales: Tensor, offset: float) -> Tensor:
-    """The stored weight (size,) of a norm whose gain `offset` + `weight` is divided by scales."""
-    return (weight + offset) / scales - offset
-
-
-# Tensors of the scaled model.
-
-
-@dataclass(frozen=True)
-class Factors:
-    """What scaling does to each tensor.
-
-    Attributes:
-        columns: Linear name -> (in,) that its columns are multiplied by.
-        rows: Linear name -> (out,) that its rows and bias are divided by.
-        gains: Norm name -> (size,) that its gain and bias are divided by.
-    """
-
-    columns: dict[str, Tensor] = field(default_factory=dict)
-    rows: dict[str, Tensor] = field(default_factory=dict)
-    gains: dict[str, Tensor] = field(default_factory=dict)
-
-    @staticmethod
-    def gather(found: Iterable[tuple[Site, Tensor]]) -> Factors:
-        """Factors of sites with a fold and their distinct scales (size,)."""
-        factors = Factors()
-        for site, scales in found:
-            assert isinstance(site.fold, Fold)
-            before = site.fold.before
-            factors.columns.update({x.name: site.spread(scales) for x in site.readers})
-            if isinstance(before, Norm):
-                factors.gains[before.name] = scales
-            else:
-                rows = scales.new_ones(before.out_features)
-                rows[site.fold.first_row :] = scales
-                factors.rows[before.name] = rows
-        return factors
-
-    def scaled(self, weights: Weights, linear: Linear) -> Tensor:
-        """W (out, in) of the scaled model, float32."""
-        from strop.model import load_linear
-
-        weight = load_linear(weights, linear)
-        if linear.name in self.columns:
-            weight = weight * self.columns[linear.name]
-        return weight / self.rows[linear.name][:, None] if linear.name in self.rows else weight
-
-
-def folded_tensors(
-    weights: Weights, spec: ModelSpec, factors: Factors, left_out: Collection[str]
-) -> Iterator[tuple[str, Tensor]]:
-    """Stored tensors that scaling changes, weights of the linears `left_out` apart.
-
-    Args:
-        weights: The model before.
-        spec: Its table.
-        factors: What changes.
-        left_out: Linear names. Their biases are there.
-    """
-    for norm in spec.norms():
-        if norm.name in factors.gains:
-            scales = factors.gains[norm.name]
-            yield f"{norm.name}.weight", divide_gain(weights.load(f"{norm.name}.weight").float(), scales, norm.offset)
-            if norm.kind == "layer":
-                yield f"{norm.name}.bias", weights.load(f"{norm.name}.bias").float() / scales
-    for linear in spec.linears():
-        if linear.has_bias and linear.name in factors.rows:
-            yield f"{linear.name}.bias", weights.load(f"{linear.name}.bias").float() / factors.rows[linear.name]
-        if linear.name not in left_out and (linear.name in factors.columns or linear.name in factors.rows):
-            weight = factors.scaled(weights, linear)
-            yield f"{linear.name}.weight", weight.T if linear.is_transposed else weight
-
-
-def _storable(folder: Path, fold: Fold, scales: Tensor) -> Tensor:
-    """Scales that what comes before takes exactly. Rows of linears are kept in float32 until they are rounded."""
-    import torch
-
-    from strop.model import Weights, read_spec
-
-    if isinstance(fold.before, Linear):
-        return scales
-    with Weights(folder) as weights:
-        weight = weights.load(f"{fold.before.name}.weight").float().to(scales.device)
-    dtype: torch.dtype = getattr(torch, read_spec(folder).dtype)
-    return storable_scales(weight, scales, fold.before.offset, dtype)
-
-
 # Reports and files.
-
-
-def _notes(sites: Iterable[Site]) -> tuple[str, ...]:
-    """What `check` says of inputs that cannot be scaled, a line for each reason."""
-    names: dict[str, list[str]] = {}
-    for site in sites:
-        if isinstance(site.fold, str):
-            names.setdefault(site.fold, []).append(site.chosen[0].name)
-    return tuple(
-        f"awq: the input of {found[0]}{f' and {len(found) - 1} more' if len(found) > 1 else ''} is not scaled: {why}"
-        for why, found in names.items()
-    )
 
 
 def _report(sites: Iterable[Site], scratch: Path) -> dict[str, Any]:

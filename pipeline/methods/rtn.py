@@ -30,12 +30,15 @@ class Rtn(Stage):
         bits: Width of a code.
         group_size: Inputs that share one scale; null: one scale per output channel.
         symmetric: Without zero points.
+        activations: `dynamic`: inputs are rounded too, to int8 and each token by a scale of its own (W8A8), which takes
+            bits: 8 and group_size: null. A static scale needs text: see `gptq` and `smoothquant`.
         targets: Patterns over full linear names, for example `*.mlp.*`; null: every linear inside the layers.
     """
 
     bits: Literal[2, 3, 4, 8] = 4
     group_size: int | None = Field(default=64, gt=0)
     symmetric: bool = True
+    activations: Literal["dynamic"] | None = None
     targets: list[str] | None = Field(default=None, min_length=1)
 
     def plan(self, spec: ModelSpec, num_calibration_tokens: int) -> Plan:  # noqa: ARG002 # needs none
@@ -64,7 +67,6 @@ class Rtn(Stage):
                 weight = load_linear(weights, linear)
                 scale, zero = find_scales(weight, self._quantization())
                 codes = quantize(weight, scale, zero, self.bits)
-                yield linear.name + ".weight", None
                 yield from packed_tensors(stored[linear.name], codes, scale, zero).items()
                 context.progress("rtn", done, len(linears))
 
@@ -73,7 +75,7 @@ class Rtn(Stage):
         return {"spec": result, "report": {"num_linears": len(linears)}}
 
     def _quantization(self) -> Quantization:
-        return Quantization(self.bits, self.group_size, self.symmetric)
+        return Quantization(self.bits, self.group_size, self.symmetric, self.activations)
 
     def _quantized(self, spec: ModelSpec) -> tuple[ModelSpec, list[Linear]]:
         """The table of the output, and the linears of the input that change."""

@@ -131,6 +131,17 @@ def test_an_onnx_step_reads_codes_scales_and_zeros(
         assert work(spec, traits, cached, width).size_bytes == graph_bytes(out, cached, width)
 
 
+def test_integers_are_counted_as_they_are_kept(tmp_path: Path) -> None:
+    source = tiny_folder(tmp_path / "source", "qwen2")
+    rtn = Rtn(bits=8, group_size=None, activations="dynamic")
+    small, spec, _ = lowered(source, tmp_path / "small", rtn)
+    out, _, traits = lowered(small, tmp_path / "onnx", OnnxRuntime())
+    assert work(spec, traits, 6, 2).size_bytes == graph_bytes(out, 6, 2)
+    out, _, traits = lowered(small, tmp_path / "eager", Eager())
+    program: Any = Eager.load(out, traits)
+    assert work(spec, traits, 3, 2).size_bytes == tensor_bytes(program, 3, 2)
+
+
 @pytest.mark.parametrize("family", ["gpt2", "phi3", "qwen2", "gemma2"])
 def test_packed_linears_of_other_shapes_are_counted_as_stored(family: str, tmp_path: Path) -> None:
     rtn = Rtn(group_size=16, symmetric=False)

@@ -15,14 +15,16 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from references import assert_close, kl, quantized, random_ids, tiny_folder, with_spec
+from safetensors.torch import load_file, save_file
 
 from strop.artifact import Artifact, Manifest, write_manifest
 from strop.errors import UserError
 from strop.export.eager import Eager
 from strop.export.onnx_runtime import OnnxRuntime
 from strop.families import FAMILIES
+from strop.layers import round_inputs
 from strop.model import Weights, load_packed, read_spec, save_checkpoint
-from strop.program import Program, Tree
+from strop.program import Program, Tree, open_program, write_exact
 from strop.spec import Quantization
 from strop.stage import Context, Stage
 
@@ -153,6 +155,99 @@ def unpack(packed: NDArray[np.uint8], bits: int, columns: int) -> NDArray[np.int
     return codes
 
 
+W8A8 = {name: Quantization(8, None, True, name) for name in ("dynamic", "static")}  # type: ignore[arg-type]  # literals
+
+
+@pytest.mark.parametrize("activations", W8A8)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "phi3", "qwen2", "gemma2"])
+def test_without_rounding_integer_linears_agree_with_the_decoder(
+    family: str, activations: str, tmp_path: Path, export: Export
+) -> None:
+    source = tiny_folder(tmp_path / "source", family)
+    small = quantized(source, tmp_path / "small", W8A8[activations], head=not read_spec(source).is_tied)
+    program = export(small, OnnxRuntime())
+    assert program.traits.kernels == "MatMulIntegerToFloat"
+    (tmp_path / "exact").mkdir()
+    exact = write_exact(Artifact(next(tmp_path.glob("*/model.onnx")).parent, "program", KEY), tmp_path / "exact")
+    assert exact is not None
+    eager = export(small, Eager())
+    round_inputs(eager.decoder, rounds=False)  # type: ignore[attr-defined]  # a DecoderProgram
+    twin = open_program(exact, 1)
+    assert twin.traits.kernels == "MatMul float32"
+    assert write_exact(exact, tmp_path / "exact") is None
+    assert_close(twin, eager, atol=5e-5)
+
+
+@pytest.mark.parametrize("activations", W8A8)
+def test_integer_linears_compute_what_the_decoder_computes(activations: str, tmp_path: Path, export: Export) -> None:
+    # One layer, and no input on the border between two codes: float sums that differ in the last bit change nothing.
+    source = tiny_folder(tmp_path / "source", "llama", num_hidden_layers=1)
+    small = quantized(source, tmp_path / "small", W8A8[activations], head=False)
+    program, eager = export(small, OnnxRuntime()), export(small, Eager())
+    ids = random_ids(2, 40)
+    ours, theirs = (x.open(2, 64).step(ids, logits="all").copy() for x in (program, eager))
+    round_inputs(eager.decoder, rounds=False)  # type: ignore[attr-defined]  # a DecoderProgram
+    plain = eager.open(2, 64).step(ids, logits="all")
+    apart = np.abs(ours - theirs).max(-1)
+    assert (apart < 2e-5).mean() > 0.8
+    assert np.abs(ours - theirs).mean() < 0.1 * np.abs(plain - theirs).mean()
+
+
+def test_integer_linears_beside_packed_ones_and_steps_of_every_shape(tmp_path: Path, export: Export) -> None:
+    source = tiny_folder(tmp_path / "source", "qwen2")
+    inside = {x.name for x in read_spec(source).match(None)}
+    choices = {x: W8A8["dynamic"] if "mlp" in x else W8A8["static"] for x in inside if "v_proj" not in x}
+    choices |= {"lm_head": Quantization(8, 16, True), "model.layers.1.self_attn.v_proj": Quantization(4, 16, False)}
+    small = quantized(source, tmp_path / "small", choices)
+    program = export(small, OnnxRuntime())
+    assert program.traits.kernels == "MatMulNBits accuracy_level 4, MatMulIntegerToFloat"
+    assert_close(program, export(small, Eager()), atol=0.5, max_kl=5e-3)
+
+
+def test_a_token_of_zeros_gives_zeros(tmp_path: Path, export: Export) -> None:
+    source = tiny_folder(tmp_path / "source", "llama")
+    tensors = load_file(source / "model.safetensors")
+    for name in tensors:
+        if "layernorm" in name:
+            tensors[name].zero_()  # every linear of the layers reads zeros
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    small = quantized(source, tmp_path / "small", W8A8["dynamic"], head=False)
+    assert_close(export(small, OnnxRuntime()), export(small, Eager()))
+
+
+def test_joined_integer_linears_have_one_input_scale(tmp_path: Path, export: Export) -> None:
+    source = tiny_folder(tmp_path / "source", "llama")
+    small = quantized(source, tmp_path / "small", W8A8["static"], head=False)
+    tensors = load_file(small / "model.safetensors")
+    tensors["model.layers.1.self_attn.k_proj.input_scale"] *= 2
+    save_file(tensors, small / "model.safetensors", metadata={"format": "pt"})
+    assert_close(export(small, OnnxRuntime()), export(small, Eager()), atol=0.3, max_kl=5e-3)
+    import onnx
+
+    nodes = onnx.load(next(tmp_path.glob("*/model.onnx")), load_external_data=False).graph.node
+    products = [x for x in nodes if x.op_type == "MatMulIntegerToFloat"]
+    roundings = [x for x in nodes if x.op_type == "QuantizeLinear"]
+    assert len(products) == 2 * (1 + 1 + 2 + 1) + (3 + 1 + 2 + 1)
+    assert len(roundings) == 2 * 4 + (2 + 3)
+
+
+def test_a_tied_head_cannot_be_multiplied_as_integers(tmp_path: Path) -> None:
+    spec = read_spec(tiny_folder(tmp_path / "source", "llama"))
+    with pytest.raises(UserError, match=r"tokens are looked up in the quantized lm_head.*activations null"):
+        OnnxRuntime().plan(spec.quantize({"lm_head": W8A8["dynamic"]}), 0)
+
+
+def test_integers_are_multiplied_exactly_without_vnni(
+    tmp_path: Path, export: Export, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tiny_folder(tmp_path / "source", "llama")
+    small = quantized(source, tmp_path / "small", W8A8["dynamic"], head=False)
+    ids = random_ids(2, 20)
+    expected = export(small, OnnxRuntime()).open(2, 64).step(ids, logits="all").copy()
+    monkeypatch.setattr("strop.export.onnx_runtime.session.instruction_sets", lambda: ["avx2"])
+    np.testing.assert_allclose(export(small, OnnxRuntime()).open(2, 64).step(ids, logits="all"), expected, atol=1e-6)
+
+
 def test_layers_can_share_keys_and_values(tmp_path: Path, export: Export) -> None:
     for family in ("llama", "qwen3", "smollm3"):
         source = tiny_folder(tmp_path / family, family)
@@ -218,18 +313,21 @@ def test_equal_checkpoints_give_equal_bytes(tmp_path: Path, export: Export) -> N
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
-@pytest.mark.parametrize("bits", [None, 3, 8])
-def test_plan_knows_the_bytes(family: str, bits: int | None, tmp_path: Path, export: Export) -> None:
+@pytest.mark.parametrize(
+    "form", [None, Quantization(3, 32, False), Quantization(8, 32, False), *W8A8.values()], ids=str
+)
+def test_plan_knows_the_bytes(family: str, form: Quantization | None, tmp_path: Path, export: Export) -> None:
     # Wide enough that tensors, not their names, make up the files.
     changes = {"n_embd": 192, "n_inner": 320} if family == "gpt2" else {"hidden_size": 192, "intermediate_size": 320}
     source = tiny_folder(tmp_path / "source", family, **changes)
-    if bits is not None:
-        source = quantized(source, tmp_path / "small", Quantization(bits, 32, False), head=family != "gpt2")
+    if form is not None:
+        has_head = family != "gpt2" and form.activations is None
+        source = quantized(source, tmp_path / "small", form, head=has_head)
     export(source, OnnxRuntime())
     size = sum(x.stat().st_size for x in tmp_path.glob("*/model.onnx*"))
     plan = OnnxRuntime().plan(read_spec(source), 0)
     assert plan.size_bytes == pytest.approx(size, rel=0.05)
-    assert any("3 bits" in note for note in plan.notes) == (bits == 3)
+    assert any("3 bits" in note for note in plan.notes) == (form is not None and form.bits == 3)
 
 
 def test_plan_refuses_what_no_kernel_takes(tmp_path: Path) -> None:

@@ -255,6 +255,15 @@ def test_a_compiler_that_does_not_work_is_told_in_one_line(tmp_path: Path) -> No
         cpp_builder.cpp_compiler_search.cache_clear()
 
 
+def test_inputs_that_are_rounded_are_refused_before_anything_runs(tmp_path: Path) -> None:
+    spec = read_spec(tiny_folder(tmp_path / "source", "llama"))
+    spec = spec.quantize({x.name: Quantization(8, None, True, "dynamic") for x in spec.match(["*.1.mlp.*"])})
+    with pytest.raises(
+        UserError, match=r"no int8 inputs, model\.layers\.1\.mlp\.gate_proj asks.*allowed: onnx_runtime"
+    ):
+        TorchCompile().plan(spec, 0)
+
+
 def test_float16_is_refused(tmp_path: Path) -> None:
     spec = read_spec(tiny_folder(tmp_path / "source", "llama", dtype="float16"))
     with pytest.raises(UserError, match="float32 or bfloat16"):

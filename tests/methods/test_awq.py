@@ -24,23 +24,9 @@ from torch import Tensor
 from strop.artifact import Artifact, Manifest, hash_file, list_files, write_manifest
 from strop.conformance import check_checkpoint
 from strop.errors import UserError
-from strop.methods import awq
-from strop.methods.awq import (
-    EXPONENTS,
-    Awq,
-    Factors,
-    Fold,
-    Site,
-    Trial,
-    blocks,
-    candidates,
-    divide_gain,
-    find_sites,
-    folded_tensors,
-    output_energy,
-    search,
-    storable_scales,
-)
+from strop.methods import _folding, awq
+from strop.methods._folding import Factors, Fold, Site, divide_gain, find_sites, folded_tensors, storable_scales
+from strop.methods.awq import EXPONENTS, Awq, Trial, blocks, candidates, output_energy, search
 from strop.methods.rtn import Rtn
 from strop.model import Weights, load_decoder, load_linear, load_packed, read_spec, save_checkpoint
 from strop.numerics import SHRINKS, dequantize
@@ -289,7 +275,7 @@ def test_scales_of_one_head_for_every_query_head_are_noticed(tmp_path: Path, mon
 
 
 def test_a_gain_that_is_stored_without_its_offset_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(awq, "divide_gain", lambda weight, scales, offset: weight / scales)
+    monkeypatch.setattr(_folding, "divide_gain", lambda weight, scales, offset: weight / scales)
     folder = tiny_folder(tmp_path / "source", "gemma2")
     assert difference(logits(scaled_folder(folder, tmp_path / "scaled"), IDS), logits(folder, IDS)) > 1e-2
 

@@ -31,7 +31,17 @@ def run(stage: Rtn, source: Artifact, out: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "fields",
-    [{"bits": 5}, {"bits": "4"}, {"group_size": 0}, {"targets": []}, {"targets": "*"}, {"bit": 4}, {"symmetric": 1}],
+    [
+        {"bits": 5},
+        {"bits": "4"},
+        {"group_size": 0},
+        {"targets": []},
+        {"targets": "*"},
+        {"bit": 4},
+        {"symmetric": 1},
+        {"activations": "static"},
+        {"activations": "none"},
+    ],
 )
 def test_unknown_values_are_refused(fields: dict[str, object]) -> None:
     with pytest.raises(ValidationError) as caught:
@@ -66,6 +76,18 @@ def test_checkpoints_hold_the_nearest_codes_as_planned(
                 assert torch.equal(found, wanted)
 
 
+def test_inputs_are_rounded_where_that_is_asked_for(source: Artifact, tmp_path: Path) -> None:
+    stage = Rtn(bits=8, group_size=None, activations="dynamic")
+    result = run(stage, source, tmp_path / "out")
+    assert result["spec"] == stage.plan(read_spec(source.path), 0).spec == read_spec(tmp_path / "out")
+    run(Rtn(bits=8, group_size=None), source, tmp_path / "weights")
+    with Weights(tmp_path / "out") as integer, Weights(tmp_path / "weights") as packed:
+        both = (read_spec(tmp_path / x).match(None) for x in ("out", "weights"))
+        for ours, theirs in zip(*both, strict=True):
+            assert ours.quantization == Quantization(8, None, True, "dynamic")
+            assert torch.equal(load_packed(integer, ours)[0], load_packed(packed, theirs)[0])
+
+
 def test_the_size_is_as_planned(source: Artifact, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
@@ -88,6 +110,10 @@ def test_gpt2_is_quantized_along_its_inputs(tmp_path: Path) -> None:
     ("fields", "message"),
     [
         ({"group_size": 64}, r"group_size 64 does not divide the 48 inputs of model\.layers\.0.*allowed here: \[16\]"),
+        (
+            {"bits": 8, "activations": "dynamic"},
+            r"activations dynamic of model\.layers\.0.*found bits 8, group_size 64",
+        ),
         ({"targets": ["*.mpl.*"]}, r"'\*\.mpl\.\*' matches no linear"),
     ],
 )
