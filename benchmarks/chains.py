@@ -1,10 +1,12 @@
-"""Chains of stages against each other: KL to the parent, bytes, seconds, memory. Results: `rotate.md` and others.
+"""Chains of stages against each other: KL to the parent, bytes, seconds, memory. Results: `gptq.md` and others.
 
     python benchmarks/chains.py MODEL CALIBRATION.txt MEASURE.txt WORK "rtn" "rotate + rtn" "rtn bits=3" ...
 
 MODEL is anything that a recipe's `model.source` takes. A chain is stages with their fields as a recipe names them; the
-ratios are to the first. What chains have in common is built once. Each stage runs in a process of its own and is
-resumed where it was killed. Windows and calibration are those of `gptq.py`.
+ratios are to the first. What chains have in common is built once. Each stage runs in a process of its own, so that its
+peak memory is its own, and is resumed where it was killed. A folder of WORK that was not built here, such as another
+tool's checkpoint (`peers/`), is measured by its name too. The windows are the first of MEASURE, one after the other,
+each 1024 tokens with BOS in front; calibration is on `--samples` windows of 512 tokens.
 """
 
 from __future__ import annotations
@@ -17,20 +19,25 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import yaml
-from gptq import KEY, LENGTH, compare, fixed_windows, hidden_states
 
 from strop import plugin
 from strop.artifact import Artifact, Manifest, write_manifest
 from strop.calibration.text import documents
 from strop.calibration.tokens import windows
+from strop.layers import fold
 from strop.model import load_decoder, load_tokenizer, read_spec
 from strop.sources import fetch
 from strop.stage import Context, Stage
 from strop.statistics import bootstrap_ratio_of_means
+
+LENGTH = 512
+WINDOW = 1024
+KEY = "0" * 64
 
 
 def build(work: Path, before: str, text: str, threads: int) -> None:
@@ -51,6 +58,43 @@ def build(work: Path, before: str, text: str, threads: int) -> None:
     write_manifest(out, Manifest("checkpoint", KEY, result["spec"].to_json(), report=result["report"]))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     (work / f"{name}.json").write_text(json.dumps({"seconds": None if is_resumed else seconds, "peak_bytes": peak}))
+
+
+def fixed_windows(tokenizer: Any, path: str, count: int) -> torch.Tensor:
+    """(count, WINDOW) token ids: the text cut every WINDOW - 1 tokens, BOS in front of each."""
+    text = Path(path).read_text(encoding="utf-8")
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][: count * (WINDOW - 1)]
+    cut = torch.tensor(ids).view(count, WINDOW - 1)
+    return torch.cat([torch.full((count, 1), tokenizer.bos_token_id), cut], 1)
+
+
+@torch.inference_mode()
+def hidden_states(folder: Path, ids: torch.Tensor) -> torch.Tensor:
+    """(windows, tokens, hidden), before the final norm."""
+    decoder = load_decoder(folder)
+    fold(decoder)
+    found = []
+    for window in ids:
+        x = decoder.embed(window[None], torch.arange(WINDOW)[None])
+        for index in range(len(decoder.layers)):
+            x = decoder.block(index, x)
+        found.append(x)
+    return torch.cat(found)
+
+
+@torch.inference_mode()
+def compare(parent: Path, hidden: torch.Tensor, other: Path, ids: torch.Tensor) -> dict[str, np.ndarray[Any, Any]]:
+    """Per window: mean KL(parent ‖ other) in nats, share of equal top tokens, mean loss of both."""
+    one, two = load_decoder(parent), load_decoder(other)
+    fold(two)
+    rows = []
+    for x, y, window in zip(hidden, hidden_states(other, ids), ids, strict=True):
+        p, q = one.logits(x).double().log_softmax(-1), two.logits(y).double().log_softmax(-1)
+        targets = window[1:, None]
+        losses = [-z[:-1].gather(1, targets).mean() for z in (p, q)]
+        rows.append([(p.exp() * (p - q)).sum(-1).mean(), (p.argmax(-1) == q.argmax(-1)).double().mean(), *losses])
+    table = np.array([[float(x) for x in row] for row in rows])
+    return dict(zip(("kl", "same_top", "loss_parent", "loss"), table.T, strict=True))
 
 
 @torch.inference_mode()
@@ -86,7 +130,8 @@ def main() -> None:
     for chain in arguments.chains:
         stages = chain.split(" + ")
         for i, stage in enumerate(stages):
-            if not (work / f"{' + '.join(stages[: i + 1])}.json").exists():
+            name = " + ".join(stages[: i + 1])
+            if not (work / f"{name}.json").exists() and not (work / name / "config.json").exists():
                 call = f"build(Path({str(work)!r}), {' + '.join(stages[:i])!r}, {stage!r}, {arguments.threads})"
                 code = f"from chains import *; {call}"
                 subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, check=True)
@@ -96,8 +141,9 @@ def main() -> None:
     first = None
     for chain in arguments.chains:
         scores = compare(parent, hidden, work / chain, ids)
-        cost = json.loads((work / f"{chain}.json").read_text())
-        seconds = "resumed" if cost["seconds"] is None else f"{cost['seconds']:.0f} s"
+        cost_file = work / f"{chain}.json"
+        cost = json.loads(cost_file.read_text()) if cost_file.exists() else {"seconds": None, "peak_bytes": 0}
+        seconds = "resumed or built elsewhere" if cost["seconds"] is None else f"{cost['seconds']:.0f} s"
         print(
             f"| {chain} | KL {scores['kl'].mean():.4g} | same top {100 * scores['same_top'].mean():.2f} % "
             f"| perplexity {np.exp(scores['loss'].mean()):.3f} (parent {np.exp(scores['loss_parent'].mean()):.3f}) "

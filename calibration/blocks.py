@@ -1,8 +1,8 @@
 """Walks a model block by block for methods that learn from a block's output, not from the inputs of single linears.
 
 Two sets of hidden states go through each block: those of the unchanged model, whose outputs are the targets, and those
-that the changed blocks before it give. Products are taken in bfloat16 (several times faster than float32 where the
-processor knows it, with an error far below that of 8-bit weights), hidden states are kept in float32. One block's
+that the changed blocks before it give. Hidden states are kept in float32; where the device has units for matrices of
+bfloat16, products are taken in it, with an error far below that of 8-bit weights. One block's
 weights are in memory at a time. Leaves out what is learned (methods/).
 
 Legend: N samples, T tokens, H hidden size, B samples that are computed together; x hidden states, g their gradients.
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from strop.calibration.capture import CHUNK_TOKENS, Stream, check_ids, hessian
 from strop.layers import Decoder
+from strop.machine import instruction_sets
 from strop.spec import Linear, ModelSpec
 
 HEAD_TOKENS = 256
@@ -102,6 +103,31 @@ def walk_blocks(folder: Path, spec: ModelSpec, ids: Tensor, visit: Visit) -> Non
 
 
 @torch.no_grad()
+def hidden_states(folder: Path, spec: ModelSpec, ids: Tensor, progress: Callable[[int], None]) -> Tensor:
+    """Hidden states after the last block, one block in memory at a time.
+
+    Args:
+        folder: The checkpoint. Quantized linears are dequantized.
+        spec: Its table.
+        ids: (samples, length) int64, on the device to compute on.
+        progress: Called after each block with the number of those that are done.
+
+    Returns:
+        (N, T, H), float32.
+
+    Raises:
+        UserError: As `capture.check_ids`.
+    """
+    states = _start(folder, spec, ids)
+    for index in range(len(spec.layers)):
+        states.stream.load_layer(index)
+        states.advance(index)
+        states.stream.free_layer()
+        progress(index + 1)
+    return states.x
+
+
+@torch.no_grad()
 def sensitivities(folder: Path, spec: ModelSpec, ids: Tensor, seed: int) -> Iterator[tuple[int, Tensor]]:
     """How much the model's predictions change with the hidden states after each block.
 
@@ -150,13 +176,30 @@ def sensitivities(folder: Path, spec: ModelSpec, ids: Tensor, seed: int) -> Iter
 
 def _output_gradients(decoder: Decoder, x: Tensor, generator: torch.Generator) -> Tensor:
     """g of the last hidden states x (tokens, H), for one random v each."""
-    with torch.enable_grad(), torch.autocast(x.device.type, torch.bfloat16):
+    with torch.enable_grad(), products(x.device):
         x = x.detach().requires_grad_()
         logits = decoder.logits(x)
     p = logits.detach().softmax(-1)
     v = torch.randn(p.shape, generator=generator, device=p.device).mul_(p.sqrt())
     v.sub_(p.mul_(v.sum(-1, keepdim=True)))
     return torch.autograd.grad(logits, x, v)[0]
+
+
+def product_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 where the device has matrix units for it, else float32.
+
+    Vector instructions for bfloat16 alone (avx512_bf16) do not count: float32 was 1.7 times as fast on a processor
+    that has them and no AMX.
+    """
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
+    return torch.bfloat16 if "amx_bf16" in instruction_sets() else torch.float32
+
+
+def products(device: torch.device) -> torch.autocast:
+    """A context in which products are of `product_dtype`."""
+    dtype = product_dtype(device)
+    return torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16)
 
 
 def mean_square(x: Tensor) -> Tensor:
@@ -204,7 +247,7 @@ class _States:
     def _compute(self, index: int, x: Tensor, kept: dict[int, tuple[Tensor, Tensor]]) -> Tensor:
         """Adds its keys and values to `kept`."""
         rotary, attend = self.stream.decoder.whole(index, self.stream.positions, kept)
-        with torch.autocast(x.device.type, torch.bfloat16):
+        with products(x.device):
             y: Tensor = self.stream.layer(x, rotary, attend)
         return y
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from strop.errors import UserError
 from strop.layers import Decoder, Layer
 from strop.model import Weights, load_linear
-from strop.spec import Linear, ModelSpec
+from strop.spec import LayerSpec, Linear, ModelSpec
 
 CHUNK_TOKENS = 4096
 """Tokens that are computed together: enough to keep the matrix units busy, few enough for attention's memory."""
@@ -170,8 +170,9 @@ class Stream:
 
     Attributes:
         decoder: Filled only in part.
-        chunks: Hidden states (B, T, H), a few samples each.
-        taken: What `o` or `down` of the block reads next, chunk by chunk.
+        chunks: Hidden states (B, T, H), a few samples each, all in one piece of memory and changed in place.
+        taken: What `o` or `down` of the block reads next, chunk by chunk, all in one piece of memory: as tensors of
+            their own, made and freed layer by layer, they left holes that took half as much again.
     """
 
     def __init__(self, folder: Path, spec: ModelSpec, ids: Tensor) -> None:
@@ -184,9 +185,13 @@ class Stream:
         self.positions = torch.arange(ids.shape[1], device=ids.device)[None]
         self.taken: list[Tensor] = []
         self.load_outside()
-        batches = torch.split(ids, max(1, CHUNK_TOKENS // ids.shape[1])) if len(ids) else ()
-        self.chunks = [self.decoder.embed(x, self.positions) for x in batches]
+        size = max(1, CHUNK_TOKENS // ids.shape[1])
+        states = torch.empty(*ids.shape, spec.hidden_size, device=self.device)
+        self.chunks = list(torch.split(states, size)) if len(ids) else []
+        for chunk, batch in zip(self.chunks, torch.split(ids, size), strict=False):
+            chunk.copy_(self.decoder.embed(batch, self.positions))
         self.free_outside()
+        self._room: Tensor | None = None
         self._kept: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in self.chunks]
         self._index = 0
 
@@ -211,27 +216,37 @@ class Stream:
     def attend(self) -> None:
         for x, kept in zip(self.chunks, self._kept, strict=True):
             rotary, attend = self.decoder.whole(self._index, self.positions, kept)
-            self.taken.append(self.layer.attention(x, rotary, attend))
+            self._take(self.layer.attention(x, rotary, attend))
 
     def taken_inputs(self) -> Iterator[Tensor]:
         return iter(self.taken)
 
     def add_attention(self) -> None:
-        for i, x in enumerate(self.chunks):
-            self.chunks[i] = self.layer.add_attention(x, self.taken.pop(0))
+        for x in self.chunks:
+            x.copy_(self.layer.add_attention(x, self.taken.pop(0)))
 
     def mlp_inputs(self) -> Iterator[Tensor]:
         return map(self.layer.mlp_norm, self.chunks)
 
     def activate(self) -> None:
-        self.taken += [self.layer.inner(x) for x in self.chunks]
+        for x in self.chunks:
+            self._take(self.layer.inner(x))
 
     def add_mlp(self) -> None:
-        for i, x in enumerate(self.chunks):
-            self.chunks[i] = self.layer.add_mlp(x, self.taken.pop(0))
+        for x in self.chunks:
+            x.copy_(self.layer.add_mlp(x, self.taken.pop(0)))
 
     def head_inputs(self) -> Iterator[Tensor]:
         return map(self.decoder.norm, self.chunks)
+
+    def _take(self, x: Tensor) -> None:
+        """Add the next chunk (B, T, width) to what is taken."""
+        if self._room is None:
+            num_tokens = sum(y.shape[0] * y.shape[1] for y in self.chunks)
+            self._room = torch.empty(num_tokens * max(map(_widest_taken, self.spec.layers)), device=self.device)
+        start = sum(y.numel() for y in self.taken)
+        place = self._room[start : start + x.numel()].view(x.shape)
+        self.taken.append(place.copy_(x))
 
     # Weights.
 
@@ -289,6 +304,10 @@ _STEPS: tuple[
     (("down",), Stream.taken_inputs, Stream.add_mlp),
 )
 """A block in the order of computation: roles of the linears that read the same input, that input, the way on."""
+
+
+def _widest_taken(layer: LayerSpec) -> int:
+    return max(layer.linears[role].in_features for role in ("o", "down"))
 
 
 def _dense(linear: Linear) -> Linear:

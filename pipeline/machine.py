@@ -27,17 +27,22 @@ LIBRARIES = ("torch", "transformers", "onnxruntime", "onnxruntime-gpu", "numpy",
 
 def describe_machine() -> dict[str, Any]:
     """Processor, instruction sets, usable cores, memory in bytes, system, Python and library versions."""
-    facts = _cpu_facts()
-    flags = facts.get("flags", facts.get("Features", "")).split()
     return {
-        "cpu": facts.get("model name") or platform.processor() or platform.machine(),
-        "isa": [x for x in FLAGS if x in flags],
+        "cpu": _cpu_facts().get("model name") or platform.processor() or platform.machine(),
+        "isa": instruction_sets(),
         "cores": usable_cores(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "os": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
         "libraries": {name: found for name in LIBRARIES if (found := _version(name))},
     }
+
+
+def instruction_sets() -> list[str]:
+    """Those of `FLAGS` that the processor has."""
+    facts = _cpu_facts()
+    flags = facts.get("flags", facts.get("Features", "")).split()
+    return [x for x in FLAGS if x in flags]
 
 
 def usable_cores() -> int:

@@ -16,6 +16,8 @@ from strop.spec import ModelSpec
 
 GFLOPS_PER_THREAD = 60.0
 """What `plan` assumes one thread computes in float32; estimates only, measured times are in the report."""
+BFLOAT16_SPEEDUP = 1.5
+"""Over products in float32, all that is not a product included; as `plan` assumes."""
 
 
 class ArtifactRef(str):

@@ -23,7 +23,7 @@ from pydantic import Field
 from strop.artifact import Artifact, write_atomically
 from strop.errors import UserError
 from strop.spec import Linear, ModelSpec, Quantization
-from strop.stage import GFLOPS_PER_THREAD, Context, Plan, Stage
+from strop.stage import BFLOAT16_SPEEDUP, GFLOPS_PER_THREAD, Context, Plan, Stage
 
 if TYPE_CHECKING:
     import numpy as np
@@ -49,8 +49,6 @@ REACH = 0.5
 """V stays within it: a weight takes one of the two codes next to it."""
 CACHED_WEIGHTS = 2**16
 """Weights that are taken through a step at once: they stay in the processor's cache."""
-BFLOAT16_SPEEDUP = 1.5
-"""Over products in float32, all that is not a product included; estimates only."""
 
 
 class AutoRound(Stage):
@@ -253,10 +251,10 @@ class Rounding:
             )
 
     def weight_now(self) -> Tensor:
-        """Ŵ (out, in), bfloat16."""
+        """Ŵ (out, in), float32."""
         import torch
 
-        found = torch.empty(self._weight.shape, dtype=torch.bfloat16, device=self._weight.device).flatten(1)
+        found = torch.empty_like(self._weight).flatten(1)
         self.write(found)
         return found
 
@@ -377,20 +375,21 @@ def _load(path: Path) -> dict[str, Tensor]:
 
 
 def _dense(kept: Mapping[str, Tensor], linear: Linear) -> Tensor:
-    """Ŵ (out, in), bfloat16."""
-    import torch
-
+    """Ŵ (out, in), float32."""
     from strop.numerics import dequantize
 
     parts = (kept[f"{linear.name}.{part}"] for part in ("codes", "scale", "zero"))
-    return dequantize(*parts).to(torch.bfloat16)
+    return dequantize(*parts)
 
 
 def _set_weight(block: Block, linear: Linear, weight: Tensor) -> None:
+    """Put Ŵ into its place, in the dtype of products."""
     from torch import nn
 
-    module = block.module(linear.name)
-    module.weight = nn.Parameter(weight.to(module.weight.device), requires_grad=False)
+    from strop.calibration.blocks import product_dtype
+
+    module, device = block.module(linear.name), block.targets.device
+    module.weight = nn.Parameter(weight.to(device, product_dtype(device)), requires_grad=False)
 
 
 def _changed(spec: ModelSpec, linears: Sequence[Linear], scratch: Path) -> Iterator[tuple[str, Tensor | None]]:

@@ -13,12 +13,20 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from strop.calibration import blocks
-from strop.calibration.blocks import Block, mean_square, sensitivities, walk_blocks
+from strop.calibration.blocks import Block, hidden_states, mean_square, sensitivities, walk_blocks
 from strop.errors import UserError
 from strop.model import read_spec
 
 IDS = torch.randint(0, VOCAB_SIZE, (5, 11), generator=torch.Generator().manual_seed(0))
 FAMILIES = ["llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "smollm3", "gpt2"]
+
+
+@pytest.fixture(autouse=True, params=[torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
+    """Of products: every test holds for both."""
+    monkeypatch.setattr(blocks, "product_dtype", lambda _: request.param)
+    found: torch.dtype = request.param
+    return found
 
 
 def outputs(decoder: Any, ids: Tensor) -> list[Tensor]:
@@ -146,6 +154,21 @@ def test_energy_is_that_of_the_inputs_by_the_size_of_the_token(tmp_path: Path) -
         return False
 
     walk_blocks(tmp_path, spec, IDS, visit)
+
+
+def test_products_are_in_bfloat16_only_where_the_processor_has_matrix_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # the real one
+    for flags, expected in ((["avx512_bf16", "amx_bf16"], torch.bfloat16), (["avx512_bf16"], torch.float32)):
+        monkeypatch.setattr(blocks, "instruction_sets", lambda flags=flags: flags)
+        assert blocks.product_dtype(torch.device("cpu")) == expected
+
+
+def test_hidden_states_are_those_behind_the_last_block(tmp_path: Path) -> None:
+    spec = read_spec(tiny_folder(tmp_path))
+    done: list[int] = []
+    found = hidden_states(tmp_path, spec, IDS, done.append)
+    assert distance(found, outputs(decoder_of(tiny_model("llama")), IDS)[-1]) < 0.02
+    assert done == [1, 2, 3]
 
 
 def test_mean_square_of_nothing_is_not_zero() -> None:
