@@ -164,6 +164,18 @@ def token_scales(inputs: Tensor) -> Tensor:
     return (largest / INPUT_RANGE).clamp(min=torch.finfo(torch.float32).tiny)
 
 
+def static_scale(largest: Tensor) -> Tensor:
+    """One scale for all inputs, which brings the largest magnitude to the end of the range.
+
+    Args:
+        largest: Magnitudes, any shape and float dtype.
+
+    Returns:
+        (1,), float32 holding a bfloat16 value.
+    """
+    return round_scales(largest.max().float().reshape(1) / INPUT_RANGE)
+
+
 def round_inputs(inputs: Tensor, scale: Tensor) -> Tensor:
     """Codes of inputs, symmetric int8, halves to even: X ≈ codes · scale.
 

@@ -18,6 +18,7 @@ from strop.numerics import (
     round_inputs,
     round_scales,
     search_scales,
+    static_scale,
     token_scales,
     unpack,
 )
@@ -208,6 +209,13 @@ def test_inputs_are_rounded_as_compressed_tensors_does() -> None:
             scale, zero = compute_dynamic_scales_and_zp(x, args, torch.nn.Identity())
         ours = token_scales(x) if dynamic else scale
         assert torch.equal(round_inputs(x, ours) * ours, fake_quantize(x, scale, zero, args))
+
+
+def test_a_static_scale_covers_all_inputs_but_for_its_own_rounding() -> None:
+    x = loud_inputs()
+    scale = static_scale(x.abs())
+    assert torch.equal(scale, round_scales(scale))
+    assert float(scale) == pytest.approx(float(x.abs().max()) / 127.5, rel=0.004)
 
 
 def test_no_input_of_a_token_is_off_by_more_than_half_its_scale() -> None:

@@ -20,7 +20,7 @@ from pydantic import Field
 
 from strop.artifact import Artifact, write_atomically
 from strop.errors import UserError
-from strop.spec import Linear, ModelSpec, Quantization
+from strop.spec import Activations, Linear, ModelSpec, Quantization
 from strop.stage import GFLOPS_PER_THREAD, Context, Plan, Stage
 
 if TYPE_CHECKING:
@@ -45,6 +45,8 @@ class Gptq(Stage):
         bits: Width of a code.
         group_size: Inputs that share one scale; null: one scale per output channel.
         symmetric: Without zero points.
+        activations: Inputs are rounded too, to int8 (W8A8), which takes bits: 8 and group_size: null. `dynamic`: each
+            token by a scale of its own; `static`: all by one scale, from the largest input of the calibration text.
         targets: Patterns over full linear names, for example `*.mlp.*`; null: every linear inside the layers.
         act_order: Begin with the columns whose inputs have the most energy.
         damping: Added to the Hessian's diagonal, as a part of the diagonal's mean. Where the Hessian cannot be
@@ -57,6 +59,7 @@ class Gptq(Stage):
     bits: Literal[2, 3, 4, 8] = 4
     group_size: int | None = Field(default=64, gt=0)
     symmetric: bool = True
+    activations: Activations | None = None
     targets: list[str] | None = Field(default=None, min_length=1)
     act_order: bool = True
     damping: float = Field(default=0.01, gt=0, le=MOST_DAMPING)
@@ -109,7 +112,7 @@ class Gptq(Stage):
         return {"spec": result, "report": self._report(linears, context.scratch)}
 
     def _quantization(self) -> Quantization:
-        return Quantization(self.bits, self.group_size, self.symmetric)
+        return Quantization(self.bits, self.group_size, self.symmetric, self.activations)
 
     def _quantized(self, spec: ModelSpec) -> tuple[ModelSpec, list[Linear]]:
         """The table of the output, and the linears of the input that change."""
@@ -128,12 +131,13 @@ class Gptq(Stage):
             weight = torch.cat([group.weights[x.name] for x in linears])
             c = drift(group.pairs()) if self.drift_correction else None
             solution = self._solve(weight, h, c, ", ".join(x.name for x in linears))
+            largest = max(float(x.abs().max()) for x in group.inputs()) if self.activations == "static" else 0.0
             start = 0
             for linear in linears:
                 rows = slice(start, start + linear.out_features)
                 part = solution.rows(rows)
                 error = relative_error(weight[rows], dequantize(part.codes, part.scale, part.zero), h)
-                _keep(_path(scratch, linear), part, error)
+                _keep(_path(scratch, linear), part, {"error": error, "largest": largest})
                 start = rows.stop
         for linear in linears:
             kept = _load(_path(scratch, linear))
@@ -297,12 +301,12 @@ def _path(scratch: Path, linear: Linear) -> Path:
     return scratch / f"{linear.name}.safetensors"
 
 
-def _keep(path: Path, solution: Solution, error: float) -> None:
+def _keep(path: Path, solution: Solution, found: dict[str, float]) -> None:
     import torch
     from safetensors.torch import save
 
     tensors = {"codes": solution.codes, "scale": solution.scale, "zero": solution.zero}
-    numbers = {"damping": solution.damping, "error": error}
+    numbers = {"damping": solution.damping, **found}
     stored = {name: x.cpu().contiguous() for name, x in tensors.items()}
     write_atomically(path, save({**stored, **{k: torch.tensor(x, dtype=torch.float64) for k, x in numbers.items()}}))
 
@@ -316,9 +320,10 @@ def _load(path: Path) -> dict[str, Tensor]:
 def _changed(spec: ModelSpec, linears: Sequence[Linear], scratch: Path) -> Iterator[tuple[str, Tensor | None]]:
     """Stored tensors that take the place of the weights of `linears`. `spec`: the table of the output."""
     from strop.model import packed_tensors
+    from strop.numerics import static_scale
 
     quantized = {x.name: x for x in spec.linears()}
     for linear in linears:
         kept = _load(_path(scratch, linear))
-        yield f"{linear.name}.weight", None
-        yield from packed_tensors(quantized[linear.name], kept["codes"], kept["scale"], kept["zero"]).items()
+        parts = (kept["codes"], kept["scale"], kept["zero"], static_scale(kept["largest"]))
+        yield from packed_tensors(quantized[linear.name], *parts).items()

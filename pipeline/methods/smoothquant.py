@@ -133,6 +133,8 @@ class SmoothQuant(Stage):
         """
         import torch
 
+        from strop.numerics import static_scale
+
         place = ", ".join(x.name for x in site.chosen)
         largest, x = observe(group.inputs(), sample)
         if not bool(largest.isfinite().all()):
@@ -231,13 +233,6 @@ def _audible(magnitude: Tensor) -> Tensor:
     """Magnitudes, none too small to divide by; all equal where all are zero."""
     least = float(QUIETEST * magnitude.mean())
     return magnitude.clamp(min=least if least > 0 else 1.0)
-
-
-def static_scale(largest: Tensor) -> Tensor:
-    """The scale (1,) that brings the largest of inputs, given by channel (in,), to the end of int8's range."""
-    from strop.numerics import INPUT_RANGE, round_scales
-
-    return round_scales(largest.max().reshape(1) / INPUT_RANGE)
 
 
 def rounded_outputs(weight: Tensor, inputs: Tensor, input_scale: Tensor | None) -> Tensor:

@@ -249,6 +249,23 @@ def test_the_model_stays_closer_to_its_parent_than_with_rounding(tmp_path: Path)
     assert lost < 0.8 * before
 
 
+@pytest.mark.parametrize("activations", ["dynamic", "static"])
+def test_inputs_are_rounded_where_that_is_asked_for(source: Artifact, tmp_path: Path, activations: Any) -> None:
+    stage = Gptq(bits=8, group_size=None, activations=activations, drift_correction=0)
+    out, result = run(stage, source, tmp_path / "integer")
+    assert result["spec"] == stage.plan(read_spec(source.path), 96).spec == read_spec(out)
+    packed, _ = run(Gptq(bits=8, group_size=None, drift_correction=0), source, tmp_path / "packed")
+    with Weights(out) as ours, Weights(packed) as theirs:
+        for one, two in zip(read_spec(out).match(None), read_spec(packed).match(None), strict=True):
+            assert one.quantization == Quantization(8, None, True, activations)
+            assert torch.equal(load_packed(ours, one)[0], load_packed(theirs, two)[0])
+        for layer in read_spec(out).layers if activations == "static" else ():
+            for group in layer.groups():
+                scales = {float(ours.load(f"{x.name}.input_scale")) for x in group}
+                assert len(scales) == 1
+                assert 0 < min(scales) < 1
+
+
 def test_only_targets_are_changed_and_the_walk_ends_with_the_last(
     source: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

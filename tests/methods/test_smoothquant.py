@@ -21,9 +21,9 @@ from strop.layers import round_inputs
 from strop.methods._folding import Fold
 from strop.methods.gptq import Gptq
 from strop.methods.rtn import Rtn
-from strop.methods.smoothquant import QUIETEST, SmoothQuant, observe, rounded_outputs, smoothing, static_scale
+from strop.methods.smoothquant import QUIETEST, SmoothQuant, observe, rounded_outputs, smoothing
 from strop.model import Weights, load_decoder, load_linear, load_packed, read_spec
-from strop.numerics import dequantize, find_scales, quantize
+from strop.numerics import dequantize, find_scales, quantize, static_scale
 from strop.spec import Linear, Norm, Quantization
 from strop.stage import Context
 
