@@ -13,6 +13,7 @@ from references import tiny_folder
 
 from strop.cli import main
 
+W8A8 = {"use": "rtn", "bits": 8, "group_size": None, "activations": "dynamic"}
 WORDS = " ".join(f"word{i}" for i in range(400))
 
 
@@ -89,6 +90,29 @@ def test_recipes_that_cannot_be_read(tmp_path: Path, capsys: Any, text: str, mes
         (
             {"stages": [{"use": "rtn", "group_size": 16}, {"use": "rtn", "name": "b", "group_size": 16}]},
             "already quantized",
+        ),
+        (
+            {"stages": [{"use": "rtn", "bits": 8, "activations": "dynamic"}]},
+            "stages[0] (rtn): activations dynamic of model.layers.0.self_attn.q_proj: int8 inputs go with bits 8, "
+            "group_size null and symmetric true, found bits 8, group_size 64 and symmetric true",
+        ),
+        (
+            {"stages": [{"use": "rtn", "activations": "static"}]},
+            "stages[0].activations: found \"static\", allowed: 'dynamic'",
+        ),
+        (
+            {"stages": [{"use": "smoothquant", "alpha": 2}]},
+            "stages[0].alpha: found 2, should be less than or equal to 1",
+        ),
+        ({"stages": [{"use": "smoothquant"}]}, "stages[0] (smoothquant): smoothquant needs text, add `calibration:"),
+        (
+            {"stages": [W8A8], "export": [{"use": "torch_compile"}]},
+            "export[0] (torch_compile): export: torch_compile has no int8 inputs, model.layers.0.self_attn.q_proj asks "
+            "for activations: dynamic; allowed: onnx_runtime, eager, or activations: null",
+        ),
+        (
+            {"stages": [{**W8A8, "targets": ["*"]}], "export": [{"use": "onnx_runtime"}]},
+            "export[0] (onnx_runtime): onnx_runtime: tokens are looked up in the quantized lm_head",
         ),
         ({"stages": [{"use": "gptq", "group_size": 16}]}, "stages[0] (gptq): gptq needs text, add `calibration:"),
         ({"gates": [{"metric": "divergence.kl_men", "at_most": 1}]}, "did you mean 'divergence.kl_mean'?"),
