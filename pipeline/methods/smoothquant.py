@@ -44,7 +44,7 @@ class SmoothQuant(Stage):
     """Move what makes inputs hard to round into the weights; round both to int8 (W8A8) or leave that to later stages.
 
     Attributes:
-        alpha: How much is moved: 0 makes weights equally large, 1 inputs. null: searched for each input by output error.
+        alpha: How much is moved: 0 makes weights equally large, 1 inputs. null: searched by each input's output error.
         activations: Inputs are rounded `dynamic`: each token by a scale of its own, or `static`: all by one calibrated
             scale; weights to 8 bits with one scale per output channel. null: nothing is rounded.
         targets: Patterns over full linear names, for example `*.mlp.*`; null: every linear inside the layers.
