@@ -1,13 +1,13 @@
 """Mean KL of programs to a parent: `python benchmarks/program_kl.py TEXT PARENT NAME=FOLDER NAME=genai:FOLDER ...`.
 
 PARENT and FOLDER are programs of strop, `genai:` folders come from onnxruntime-genai's model builder and run in plain
-onnxruntime. 24 windows of 512 tokens of TEXT (a file), a BOS token in front of each; nats, over all positions.
+onnxruntime. `--windows` (24) of 512 tokens of TEXT (a file), a BOS token in front of each; nats, over all positions.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,13 +19,13 @@ from strop.artifact import open_artifact
 from strop.model import load_tokenizer
 from strop.program import open_program
 
-NUM_WINDOWS, LENGTH = 24, 512
+LENGTH = 512
 Logits = NDArray[np.float32]
 
 
-def of_program(folder: Path) -> Callable[[NDArray[np.int64]], Logits]:
+def of_program(folder: Path, threads: int) -> Callable[[NDArray[np.int64]], Logits]:
     """ids (1, T) -> logits (T, V)."""
-    program = open_program(open_artifact(folder), threads=2)
+    program = open_program(open_artifact(folder), threads)
     session = program.open(1, LENGTH)
 
     def logits(ids: NDArray[np.int64]) -> Logits:
@@ -59,17 +59,24 @@ def log_softmax(x: Logits) -> NDArray[np.float64]:
 
 def main() -> None:
     """Print one line an arm."""
-    text, parent, *named = sys.argv[1:]
-    tokenizer = load_tokenizer(Path(parent))
-    ids = np.array(tokenizer(Path(text).read_text(encoding="utf-8")[:400_000])["input_ids"], np.int64)
-    windows = ids[: NUM_WINDOWS * (LENGTH - 1)].reshape(NUM_WINDOWS, -1)
-    windows = np.concatenate([np.full((NUM_WINDOWS, 1), tokenizer.bos_token_id), windows], 1)
-    reference = of_program(Path(parent))
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("text", type=Path)
+    parser.add_argument("parent", type=Path)
+    parser.add_argument("arms", nargs="+")
+    parser.add_argument("--windows", type=int, default=24)
+    parser.add_argument("--threads", type=int, default=2)
+    arguments = parser.parse_args()
+    count, threads = arguments.windows, arguments.threads
+    tokenizer = load_tokenizer(arguments.parent)
+    ids = np.array(tokenizer(arguments.text.read_text(encoding="utf-8")[:400_000])["input_ids"], np.int64)
+    windows = ids[: count * (LENGTH - 1)].reshape(count, -1)
+    windows = np.concatenate([np.full((count, 1), tokenizer.bos_token_id), windows], 1)
+    reference = of_program(arguments.parent, threads)
     arms = {}
-    for arm in named:
+    for arm in arguments.arms:
         name, _, place = arm.partition("=")
         kind, _, folder = place.rpartition(":")
-        arms[name] = of_genai(Path(folder)) if kind else of_program(Path(folder))
+        arms[name] = of_genai(Path(folder)) if kind else of_program(Path(folder), threads)
     divergences: dict[str, list[NDArray[np.float64]]] = {name: [] for name in arms}
     same: dict[str, list[float]] = {name: [] for name in arms}
     for window in windows:

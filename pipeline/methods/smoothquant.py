@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ALPHAS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+ALPHAS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 """Tried in a search, beside no scales at all."""
 SAMPLE = 512
 """Tokens that a search computes outputs of."""
@@ -52,7 +52,7 @@ class SmoothQuant(Stage):
 
     needs_calibration: ClassVar[bool] = True
 
-    alpha: float | None = Field(default=0.5, ge=0, le=1)
+    alpha: float | None = Field(default=None, ge=0, le=1)
     activations: Activations | None = "dynamic"
     targets: list[str] | None = Field(default=None, min_length=1)
 
