@@ -122,6 +122,9 @@ class Qad(Stage):
             raise UserError(
                 f"targets: qad learns linears inside the layers, not {spec.head.name}; allowed: patterns without it"
             )
+        for linear in found:
+            if linear.quantization is not None and linear.quantization.activations is not None:
+                raise UserError(f"qad: {linear.name} rounds its inputs (activations); allowed: quantized weights only")
         return found
 
 

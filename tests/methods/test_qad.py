@@ -253,6 +253,9 @@ def test_what_has_nothing_to_learn_is_refused(models: tuple[Path, Artifact], tmp
     with pytest.raises(UserError, match="qad: no quantized linear to learn; put it after a stage that quantizes"):
         Qad().plan(read_spec(models[0]), 100)
     folder = quantized(models[0], tmp_path / "whole", FORM)
+    folder_of_integers = quantized(models[0], tmp_path / "integers", Quantization(8, None, True, "dynamic"), head=False)
+    with pytest.raises(UserError, match=r"qad: model\.layers\.0\.self_attn\.q_proj rounds its inputs"):
+        Qad().plan(read_spec(folder_of_integers), 100)
     with pytest.raises(UserError, match="qad learns linears inside the layers, not lm_head"):
         Qad(targets=["*"]).plan(read_spec(folder), 100)
     with pytest.raises(ValidationError, match="rate"):
