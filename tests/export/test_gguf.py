@@ -16,6 +16,7 @@ from strop import faults, gguf_file
 from strop.artifact import Artifact, Manifest, write_manifest
 from strop.conformance import check_program
 from strop.errors import ConformanceError, UserError
+from strop.evals._work import weight_bytes
 from strop.export.gguf import Gguf, blocks, layout
 from strop.families import build_spec
 from strop.gguf_file import read_gguf
@@ -320,6 +321,13 @@ def test_steps_trees_and_ragged_rows_run_as_in_eager(tmp_path: Path) -> None:
     found = session.step(np.stack((ids[0, 5:7], ids[1, 3:5])), logits="all")
     np.testing.assert_allclose(found[0], whole[0, 5:7], atol=1e-5)
     np.testing.assert_allclose(found[1], whole[1, 3:5], atol=1e-5)
+
+
+def test_a_step_is_counted_as_pytorch_takes_it(tmp_path: Path) -> None:
+    source = quantized(tiny_folder(tmp_path / "source", **WIDE), tmp_path / "packed", Quantization(4, 32, True))
+    traits = open_program(exported(source, tmp_path / "out", Gguf())).traits
+    linear = read_spec(source).layers[0].linears["down"]
+    assert weight_bytes(linear, traits) == 4 * 96 * 64
 
 
 def test_the_table_of_a_file_is_known_before_it_is_written(tmp_path: Path) -> None:
