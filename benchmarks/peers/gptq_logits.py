@@ -1,7 +1,7 @@
 """Logits of a folder in AutoGPTQ's layout by transformers and GPTQModel. Runs in an environment of its own.
 
-`python gptq_logits.py FOLDER IDS.npy OUT.npy`: IDS (B, T) int64, OUT (B, T, V) float32. Computed by GPTQModel's kernel in
-PyTorch, on the CPU.
+`python gptq_logits.py FOLDER IDS.npy OUT.npy`: IDS (B, T) int64, OUT (B, T, V) float32. Computed by GPTQModel's kernel
+in PyTorch, on the CPU.
 """
 
 from __future__ import annotations
