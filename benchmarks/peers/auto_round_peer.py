@@ -3,8 +3,8 @@
     AUTO_ROUND_PYTHON benchmarks/peers/auto_round_peer.py WORK [--bits 4] [--group-size 64] [--iterations 50]
 
 WORK is a folder that `chains.py` filled: its parent/ and tokens.npy. Writes WORK/auto-round bits=N iterations=M, a
-checkpoint of dequantized weights that `chains.py` measures by that name, and next to it seconds and peak memory. Runs in
-an environment of its own (auto-round 0.16.1, torch 2.13.0).
+checkpoint of dequantized weights that `chains.py` measures by that name, and next to it seconds and peak memory. Runs
+in an environment of its own (auto-round 0.16.1, torch 2.13.0).
 """
 
 from __future__ import annotations

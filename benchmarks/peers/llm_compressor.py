@@ -3,8 +3,8 @@
     LLMCOMPRESSOR_PYTHON benchmarks/peers/llm_compressor.py WORK [--bits 4] [--group-size 64]
 
 WORK is a folder that `chains.py` filled: its parent/ and tokens.npy. Writes WORK/llm-compressor gptq bits=N, a
-checkpoint that `chains.py` measures by that name, and next to it seconds and peak memory. Runs in an environment of its own
-(llmcompressor 0.14.0.1, torch 2.13.0).
+checkpoint that `chains.py` measures by that name, and next to it seconds and peak memory. Runs in an environment of
+its own (llmcompressor 0.14.0.1, torch 2.13.0).
 """
 
 from __future__ import annotations
