@@ -44,8 +44,8 @@ FILES: dict[str, tuple[list[Stage], Gguf]] = {
     "F32": ([], Gguf()),
     "F16": ([], Gguf(type="F16")),
     "Q8_0": ([], Gguf(type="Q8_0")),
-    "rtn 8 bits g32": ([Rtn(bits=8, group_size=32, targets=["*"])], Gguf()),
     "rtn 4 bits g32, Q8_0 embedding": ([Rtn(bits=4, group_size=32)], Gguf(type="Q8_0")),
+    "rtn 8 bits g32": ([Rtn(bits=8, group_size=32, targets=["*"])], Gguf()),
     "rtn 4 bits g32 asymmetric, Q8_0 embedding": ([Rtn(bits=4, group_size=32, symmetric=False)], Gguf(type="Q8_0")),
     "Q4_0": ([], Gguf(type="Q4_0")),
 }
