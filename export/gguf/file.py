@@ -141,7 +141,7 @@ def _add_rope(writer: GGUFWriter, spec: ModelSpec, config: Config) -> dict[str, 
         writer.add_rope_scaling_type(RopeScalingType(kind))
         writer.add_rope_scaling_factor(float(told["factor"]))
     if kind == "yarn":
-        writer.add_rope_scaling_orig_ctx_len(original or limit)
+        writer.add_rope_scaling_orig_ctx_len(original or limit or spec.max_positions)
     return {}
 
 
@@ -165,7 +165,8 @@ def _divisors(rope: Rope, base: float) -> Floats:
     """By what a scaling divides the frequencies of a base."""
     width = 2 * len(rope.inv_freq)
     plain = base ** -(np.arange(0, width, 2) / width)
-    return (plain / np.array(rope.inv_freq)).astype(np.float32)
+    found: Floats = (plain / np.array(rope.inv_freq)).astype(np.float32)
+    return found
 
 
 def _stored(slot: Slot, weights: Weights) -> NDArray[Any]:

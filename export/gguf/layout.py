@@ -192,7 +192,8 @@ def _names(spec: ModelSpec) -> dict[str, str]:
     found = {spec.final_norm.name: "output_norm"}
     for index, layer in enumerate(spec.layers):
         prefix = layer.input_norm.name.rpartition(".")[0] + "."
-        for module in (*layer.linears.values(), *layer.norms()):
+        modules: list[Linear | Norm] = [*layer.linears.values(), *layer.norms()]
+        for module in modules:
             found[module.name] = f"blk.{index}.{inside[module.name.removeprefix(prefix)]}"
     return found
 
