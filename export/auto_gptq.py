@@ -39,10 +39,11 @@ class AutoGptq(Stage):
     """Write a folder in the layout of AutoGPTQ (`checkpoint_format` gptq; gptq_v2 where codes are asymmetric).
 
     Every linear of the layers must have the same bits, groups and symmetry, and the head must not be quantized: the
-    layout has one setting for all.
+    layout has one setting for all. So the parent has no row of its own.
     """
 
     gives: ClassVar[Format] = "program"
+    lowers_parent: ClassVar[bool] = False
 
     def plan(self, spec: ModelSpec, num_calibration_tokens: int) -> Plan:  # noqa: ARG002 (the contract of a stage)
         """See `Stage.plan`."""

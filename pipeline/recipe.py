@@ -165,12 +165,12 @@ class Recipe:
     text: Mapping[str, Any]
 
     def with_eager(self) -> list[NamedStage]:
-        """The exports of the parent: eager, what every distance is measured to, and the recipe's own."""
+        """The exports of the parent: eager, what every distance is measured to, and the recipe's that take it."""
         found = next((x for x in self.exports if x.name == EAGER), None)
         if found is None:
             stage = plugin.find("export", EAGER, Stage)()  # type: ignore[type-abstract]  # only its subclasses are made
             found = NamedStage(EAGER, EAGER, stage, "export")
-        return [found, *(x for x in self.exports if x.name != EAGER)]
+        return [found, *(x for x in self.exports if x.name != EAGER and x.stage.lowers_parent)]
 
     def row_names(self) -> list[str]:
         """Rows of the table: the parent in eager and on each runtime, then each chain on each runtime."""
@@ -206,7 +206,8 @@ def load(source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     content = document.read(path)
     for assignment in overrides:
         document.override(content, assignment, list(RecipeText.model_fields), LISTS)
-    return parse(content, path.stem, str(path))
+    given = "".join(f" --set {x}" for x in overrides)
+    return parse(content, path.stem, f"{path}{given}")
 
 
 def parse(content: Mapping[str, Any], name: str, source: str = "recipe") -> Recipe:

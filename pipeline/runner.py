@@ -216,14 +216,15 @@ class Run:
         return self._make(key, step, chain, stage.stage.gives, write, after=source, accept=accept)
 
     def tokens(self) -> Path:
-        """The recipe's calibration tokens, made once. The parent generates them on the recipe's first runtime."""
+        """The recipe's calibration tokens, made once. The parent generates them on the first runtime it has."""
         from strop.calibration.tokens import calibration_tokens
 
         if self._tokens is not None:
             return self._tokens
         calibration = self.recipe.calibration
         assert calibration is not None  # preflight refuses a stage that needs some
-        program = self.programs[self.recipe.exports[0].name]
+        lowered = (self.programs[x.name] for x in self.recipe.exports if x.name in self.programs)
+        program = next(lowered, self.programs[EAGER])
         module = "strop.calibration.tokens"
         key = hash_json(
             {
@@ -328,7 +329,9 @@ class Run:
     def _measure(self, built: Built, name: str, metric: Metric) -> None:
         """Measure one metric of one row, or remember it. What it raises ends up in the row's failures."""
         row = built.row
-        references = {"parent": self.programs[EAGER], "parent_same_runtime": self.programs[row.name.split(" / ")[1]]}
+        references = {"parent": self.programs[EAGER]}
+        if (same_runtime := self.programs.get(row.name.split(" / ")[1])) is not None:
+            references["parent_same_runtime"] = same_runtime
         key = self._measurement_key(built.program, metric, references)
         found = None if self.remeasure else self.store.recall("measurements", key)
         if found is None:

@@ -101,6 +101,12 @@ class Stage(BaseModel, ABC):
     """A step of a recipe. Subclasses are frozen pydantic models whose fields are the YAML keys.
 
     Modules that define one import torch inside functions: `strop check` must not load it.
+
+    Attributes:
+        takes: What it is applied to.
+        gives: What it makes.
+        needs_calibration: It reads the recipe's calibration tokens.
+        lowers_parent: Of an export: the untouched parent is lowered too, for a row beside its compressed children.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -108,6 +114,7 @@ class Stage(BaseModel, ABC):
     takes: ClassVar[Format] = "checkpoint"
     gives: ClassVar[Format] = "checkpoint"
     needs_calibration: ClassVar[bool] = False
+    lowers_parent: ClassVar[bool] = True
 
     @abstractmethod
     def plan(self, spec: ModelSpec, num_calibration_tokens: int) -> Plan:

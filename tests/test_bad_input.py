@@ -226,7 +226,10 @@ def test_a_truncated_gguf(tmp_path: Path, capsys: Any, head: bytes) -> None:
         (["check", "quikstart"], "did you mean 'quickstart'?"),
         (["check", "quickstart", "--set", "w4.bits"], "--set w4.bits: write PATH=VALUE"),
         (["check", "quickstart", "--set", "w5.bits=3"], "nothing is called 'w5'"),
-        (["check", "quickstart", "--set", "w4.bits=3.5"], "stages[0].bits: found 3.5, allowed: 2, 3, 4 or 8"),
+        (
+            ["check", "quickstart", "--set", "w4.bits=3.5"],
+            "quickstart.yaml --set w4.bits=3.5: stages[0].bits: found 3.5, allowed: 2, 3, 4 or 8",
+        ),
         (["generate", "nowhere", "--prompt", "x"], "nowhere: not a strop artifact"),
         (["init", "nowhere"], "model source 'nowhere'"),
     ],

@@ -150,7 +150,7 @@ def test_overrides_are_applied_before_checking(tmp_path: Path) -> None:
     assert found.name == "mine"
     assert found.chains[0].stages[0].stage.bits == 2  # type: ignore[attr-defined]
     assert found.text["model"]["source"] == "elsewhere"
-    with pytest.raises(UserError, match=r"mine\.yaml: stages\[0\]\.bits: found 7"):
+    with pytest.raises(UserError, match=r"mine\.yaml --set w4\.bits=7: stages\[0\]\.bits: found 7"):
         recipe.load(path, ["w4.bits=7"])
 
 

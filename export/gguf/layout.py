@@ -248,6 +248,12 @@ def check(spec: ModelSpec) -> None:
     """
     if spec.family not in ARCHITECTURES:
         raise UserError(f"gguf: {spec.family} has no architecture here; {did_you_mean(spec.family, ARCHITECTURES)}")
+    for linear in spec.linears():
+        if linear.quantization is not None and linear.quantization.activations is not None:
+            raise UserError(
+                f"gguf: {linear.name} rounds its inputs to int8 ({linear.quantization.activations}), which no type of "
+                "GGUF tells; allowed: activations null, or onnx_runtime and eager for W8A8"
+            )
     for what, found, allowed in _conditions(spec):
         if found != allowed:
             raise UserError(
@@ -299,8 +305,6 @@ def _conditions(spec: ModelSpec) -> Iterator[tuple[str, object, object]]:
         yield f"a rotary embedding {place}", layer.rope is not None, _has_rope(arch, index)
         if arch not in WINDOWLESS:
             yield f"the window {place}", layer.window, _window(arch, layers, index)
-        rounded = [x.name for x in layer.linears.values() if x.quantization and x.quantization.activations]
-        yield f"rounding inputs {place} of", rounded, []
         extra = sorted(role for role, x in layer.linears.items() if x.has_bias and role not in BIASES.get(arch, ()))
         yield f"biases {place} on", extra, []
 

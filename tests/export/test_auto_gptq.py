@@ -131,3 +131,26 @@ def test_what_the_layout_cannot_tell_is_refused(tmp_path: Path) -> None:
     odd = read_spec(tiny_folder(tmp_path / "odd", intermediate_size=80))
     with pytest.raises(UserError, match=r"3 bits of .* do not fill int32 words"):
         AutoGptq().plan(odd.quantize({x.name: Quantization(3, 16, True) for x in odd.match(None)}), 0)
+
+
+def test_a_recipe_exports_it_without_a_row_of_the_parent(tmp_path: Path) -> None:
+    from strop.cli import main
+
+    model = tiny_folder(tmp_path / "model", **WIDE)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"""
+version: 1
+model: {{source: {model}, dtype: float32}}
+threads: 1
+stages: [{{use: rtn, name: w4, bits: 4, group_size: 32}}]
+export: [{{use: auto_gptq}}, {{use: eager}}]
+evals: [{{use: divergence, windows: 2, length: 32}}, {{use: size}}]
+gates: [{{metric: size.total_bytes, at_most: 1.0, of: parent}}]
+""")
+    assert main(["run", str(path), "--store", str(tmp_path / "store"), "--out", str(tmp_path / "out")]) == 0
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    rows = {x["name"]: x for x in report["rows"]}
+    assert list(rows) == ["parent / eager", "main / auto_gptq", "main / eager"]
+    assert rows["main / auto_gptq"]["failures"] == {}
+    found, same = (rows[f"main / {x}"]["measurements"]["divergence.kl_mean"] for x in ("auto_gptq", "eager"))
+    assert found["estimate"]["value"] == pytest.approx(same["estimate"]["value"], rel=1e-3)

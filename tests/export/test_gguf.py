@@ -260,6 +260,16 @@ def test_layers_that_differ_and_widths_that_blocks_do_not_divide_are_refused(tmp
         Gguf(type="Q8_0").plan(spec, 0)
 
 
+def test_rounded_inputs_are_refused_with_what_takes_them(tmp_path: Path) -> None:
+    spec = read_spec(tiny_folder(tmp_path / "source", **WIDE))
+    name = spec.match(None)[0].name
+    rounds = spec.quantize({name: Quantization(8, None, True, "dynamic")})
+    message = f"{name} rounds its inputs to int8 .*; allowed: activations null, or onnx_runtime"
+    with pytest.raises(UserError, match=message) as caught:
+        Gguf().plan(rounds, 0)
+    assert "\n" not in str(caught.value)
+
+
 def test_a_scaling_that_gguf_has_no_words_for_is_refused(tmp_path: Path) -> None:
     source = tiny_folder(tmp_path / "source", rope_parameters={**YARN, "attention_factor": 1.5})
     with pytest.raises(UserError, match=r"the rope of layer 0 of the model is .* GGUF can only tell"):
