@@ -73,7 +73,10 @@ class CheckResult:
         inside = f"{len(spec.layers)} layers, {spec.num_parameters() / 1e6:.3g} M parameters"
         known = inside if spec.family in FAMILIES else "not a family that strop knows"
         head = f"{self.source}: {spec.family}, {known}, {show(spec.size_bytes(), 'bytes')} in {spec.dtype}"
-        end = f"about {total:.0f} s and {show(peak, 'bytes')} beside libraries, measuring apart; nothing was run"
+        end = (
+            f"about {total:.0f} s and {show(peak, 'bytes')}, beside libraries, measuring and the check of each result, "
+            "which holds the whole model in float32; nothing was run"
+        )
         notes = ["", "notes:", *(f"  {x}" for x in self.notes)] if self.notes else []
         return "\n".join([head, "", *aligned(lines), *notes, "", end])
 
