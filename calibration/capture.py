@@ -188,7 +188,7 @@ class Stream:
         size = max(1, CHUNK_TOKENS // ids.shape[1])
         states = torch.empty(*ids.shape, spec.hidden_size, device=self.device)
         self.chunks = list(torch.split(states, size)) if len(ids) else []
-        for chunk, batch in zip(self.chunks, torch.split(ids, size), strict=False):
+        for chunk, batch in zip(self.chunks, torch.split(ids, size), strict=False):  # of no ids, split makes one piece
             chunk.copy_(self.decoder.embed(batch, self.positions))
         self.free_outside()
         self._room: Tensor | None = None

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from strop.artifact import write_atomically
 from strop.spec import Linear, ModelSpec, Norm
 
 if TYPE_CHECKING:
@@ -258,3 +259,27 @@ def storable(folder: Path, fold: Fold, scales: Tensor) -> Tensor:
         weight = weights.load(f"{fold.before.name}.weight").float().to(scales.device)
     dtype: torch.dtype = getattr(torch, read_spec(folder).dtype)
     return storable_scales(weight, scales, fold.before.offset, dtype)
+
+
+# Files of finished sites.
+
+
+def kept_path(scratch: Path, site: Site) -> Path:
+    """Where what was found for a site is kept, so that a killed run goes on after it."""
+    return scratch / f"{site.readers[0].name}.safetensors"
+
+
+def keep(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write what was found for a site, whole or not at all."""
+    from safetensors.torch import save
+
+    write_atomically(path, save({name: x.cpu().contiguous() for name, x in tensors.items()}))
+
+
+def read_kept(path: Path, name: str) -> Tensor:
+    """One tensor of a kept file."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        tensor: Tensor = file.get_tensor(name)
+    return tensor

@@ -21,9 +21,20 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from strop.artifact import Artifact, write_atomically
+from strop.artifact import Artifact
 from strop.errors import UserError
-from strop.methods._folding import Factors, Fold, Site, find_sites, folded_tensors, notes, storable
+from strop.methods._folding import (
+    Factors,
+    Fold,
+    Site,
+    find_sites,
+    folded_tensors,
+    keep,
+    kept_path,
+    notes,
+    read_kept,
+    storable,
+)
 from strop.spec import Linear, ModelSpec, Quantization
 from strop.stage import GFLOPS_PER_THREAD, Context, Plan, Stage
 
@@ -124,9 +135,9 @@ class Awq(Stage):
 
         from strop.numerics import dequantize
 
-        path = _path(scratch, site)
+        path = kept_path(scratch, site)
         if not path.exists():
-            _keep(path, self._solve(group, site, folder))
+            keep(path, self._solve(group, site, folder))
         kept = load_file(path)
         for linear in site.chosen:
             weight = dequantize(*(kept[f"{linear.name}.{x}"] for x in ("codes", "scale", "zero")))
@@ -182,11 +193,13 @@ class Awq(Stage):
         from strop.numerics import quantize, round_scales
 
         quantized = {x.name: x for x in result.linears()}
-        factors = Factors.gather((x, _read(_path(scratch, x), "scales")) for x in sites if isinstance(x.fold, Fold))
+        factors = Factors.gather(
+            (x, read_kept(kept_path(scratch, x), "scales")) for x in sites if isinstance(x.fold, Fold)
+        )
         with Weights(folder) as weights:
             yield from folded_tensors(weights, read_spec(folder), factors, {x.name for y in sites for x in y.chosen})
             for site in sites:
-                kept = load_file(_path(scratch, site))
+                kept = load_file(kept_path(scratch, site))
                 for linear in site.chosen:
                     codes, scale, zero = (kept[f"{linear.name}.{x}"] for x in ("codes", "scale", "zero"))
                     if linear.name in factors.rows:
@@ -280,39 +293,20 @@ def blocks(hessian: Tensor, group_size: int | None) -> Tensor:
     return hessian.reshape(num_groups, size, num_groups, size).diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()
 
 
-# Reports and files.
+# Reports.
 
 
 def _report(sites: Iterable[Site], scratch: Path) -> dict[str, Any]:
     """What each linear lost, how its input was scaled, or why not."""
     report: dict[str, Any] = {"relative_error": {}, "exponent": {}, "unscaled": {}, "without_inputs": []}
     for site in sites:
-        path = _path(scratch, site)
+        path = kept_path(scratch, site)
         for name in (x.name for x in site.chosen):
-            report["relative_error"][name] = round(float(_read(path, f"{name}.error")), 6)
-            if not bool(_read(path, "energy") > 0):
+            report["relative_error"][name] = round(float(read_kept(path, f"{name}.error")), 6)
+            if not bool(read_kept(path, "energy") > 0):
                 report["without_inputs"].append(name)
             elif isinstance(site.fold, Fold):
-                report["exponent"][name] = round(float(_read(path, "exponent")), 2)
+                report["exponent"][name] = round(float(read_kept(path, "exponent")), 2)
             if isinstance(site.fold, str):
                 report["unscaled"][name] = site.fold
     return report
-
-
-def _path(scratch: Path, site: Site) -> Path:
-    return scratch / f"{site.readers[0].name}.safetensors"
-
-
-def _keep(path: Path, tensors: dict[str, Tensor]) -> None:
-    from safetensors.torch import save
-
-    write_atomically(path, save({name: x.cpu().contiguous() for name, x in tensors.items()}))
-
-
-def _read(path: Path, name: str) -> Tensor:
-    """One tensor of a kept file."""
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
-        tensor: Tensor = file.get_tensor(name)
-    return tensor

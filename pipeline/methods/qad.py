@@ -2,7 +2,8 @@
 
 The loss is KL(teacher ‖ student) over whole sequences, so that what one block does wrong another can make good. Only
 scales learn, as in the end-to-end phase of EfficientQAT (Chen et al. 2024, arXiv 2407.11062): a few numbers in a
-thousand, in the form that every runtime takes already, so the result has the bytes and the speed of what went in.
+thousand, in the form that every runtime takes already, so the result has the bytes and the speed of what went in. At
+4 bits after GPTQ no gain was measured yet, and on little text it overfits (benchmarks/qad.md).
 
 Legend: N samples, T tokens, H hidden size, V vocabulary; Q (out, in) codes, s (out, groups) scales as they came,
 m (out, groups) what they are multiplied by, Ŵ = (Q - z) · s · m; p and q what the teacher and the student predict.
@@ -133,7 +134,7 @@ class Qad(Stage):
 
 @dataclass
 class _State:
-    """All that changes from step to step.
+    """All that changes from step to step, on the CPU: it is small, and what is saved is what goes on.
 
     Attributes:
         multipliers: Linear name -> m.
@@ -152,8 +153,8 @@ class _State:
         """Before the first step."""
         import torch
 
-        ones = {name: torch.ones_like(x) for name, x in scales.items()}
-        zeros, more = ({name: torch.zeros_like(x) for name, x in scales.items()} for _ in range(2))
+        ones = {name: torch.ones_like(x, device="cpu") for name, x in scales.items()}
+        zeros, more = ({name: torch.zeros_like(x) for name, x in ones.items()} for _ in range(2))
         return cls(ones, zeros, more, losses=[])
 
     def descend(self, gradients: Mapping[str, Tensor], rate: float) -> None:

@@ -17,9 +17,20 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
-from strop.artifact import Artifact, write_atomically
+from strop.artifact import Artifact
 from strop.errors import UserError
-from strop.methods._folding import Factors, Fold, Site, find_sites, folded_tensors, notes, storable
+from strop.methods._folding import (
+    Factors,
+    Fold,
+    Site,
+    find_sites,
+    folded_tensors,
+    keep,
+    kept_path,
+    notes,
+    read_kept,
+    storable,
+)
 from strop.spec import Activations, Linear, ModelSpec, Quantization
 from strop.stage import GFLOPS_PER_THREAD, Context, Plan, Stage
 
@@ -95,9 +106,9 @@ class SmoothQuant(Stage):
         def visit(group: Group) -> bool:
             site = waiting.pop(group.linears[0].name, None)
             if site is not None:
-                path = _path(context.scratch, site)
+                path = kept_path(context.scratch, site)
                 if not path.exists():
-                    _keep(path, self._solve(group, site, source.path, sample))
+                    keep(path, self._solve(group, site, source.path, sample))
                 left = sum(len(x.chosen) for x in waiting.values())
                 context.progress("smoothquant", len(linears) - left, len(linears))
             return bool(waiting)
@@ -178,12 +189,14 @@ class SmoothQuant(Stage):
         from strop.numerics import find_scales, quantize
 
         form = {x.name: x for x in result.linears()}
-        factors = Factors.gather((x, _read(_path(scratch, x), "scales")) for x in sites if isinstance(x.fold, Fold))
+        factors = Factors.gather(
+            (x, read_kept(kept_path(scratch, x), "scales")) for x in sites if isinstance(x.fold, Fold)
+        )
         rounded = {x.name for y in sites for x in y.chosen} if self.activations else set()
         with Weights(folder) as weights:
             yield from folded_tensors(weights, read_spec(folder), factors, rounded)
             for site in sites if self.activations else ():
-                input_scale = _read(_path(scratch, site), "input_scale")
+                input_scale = read_kept(kept_path(scratch, site), "input_scale")
                 for linear in site.chosen:
                     weight = factors.scaled(weights, linear)
                     scale, zero = find_scales(weight, Quantization(8, None, True))
@@ -252,40 +265,21 @@ def rounded_outputs(weight: Tensor, inputs: Tensor, input_scale: Tensor | None) 
     return outputs
 
 
-# Reports and files.
+# Reports.
 
 
 def _report(sites: Iterable[Site], scratch: Path) -> dict[str, Any]:
     """What rounding would cost each linear or does, how its input was scaled, or why not."""
     report: dict[str, Any] = {"relative_error": {}, "alpha": {}, "unscaled": {}, "without_inputs": []}
     for site in sites:
-        path = _path(scratch, site)
+        path = kept_path(scratch, site)
         for name in (x.name for x in site.chosen):
-            report["relative_error"][name] = round(float(_read(path, f"{name}.error")), 6)
-            alpha = float(_read(path, "alpha"))
+            report["relative_error"][name] = round(float(read_kept(path, f"{name}.error")), 6)
+            alpha = float(read_kept(path, "alpha"))
             if isinstance(site.fold, str):
                 report["unscaled"][name] = site.fold
-            elif not bool(_read(path, "largest") > 0):
+            elif not bool(read_kept(path, "largest") > 0):
                 report["without_inputs"].append(name)
             else:
                 report["alpha"][name] = None if alpha != alpha else round(alpha, 2)
     return report
-
-
-def _path(scratch: Path, site: Site) -> Path:
-    return scratch / f"{site.readers[0].name}.safetensors"
-
-
-def _keep(path: Path, tensors: dict[str, Tensor]) -> None:
-    from safetensors.torch import save
-
-    write_atomically(path, save({name: x.cpu().contiguous() for name, x in tensors.items()}))
-
-
-def _read(path: Path, name: str) -> Tensor:
-    """One tensor of a kept file."""
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
-        tensor: Tensor = file.get_tensor(name)
-    return tensor

@@ -15,6 +15,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from references import VOCAB_SIZE, quantized, slow_kl, tiny_folder
+from safetensors.torch import load_file
 from torch import Tensor
 
 from strop import numerics
@@ -191,6 +192,8 @@ def test_what_comes_out_conforms(models: tuple[Path, Artifact], tmp_path: Path) 
     out, result = run(Qad(), models, tmp_path)
     write_manifest(out, Manifest("checkpoint", KEY, result["spec"].to_json(), report=result["report"]))
     check_checkpoint(Artifact(out, "checkpoint", KEY), models[1])
+    stored = sum(x.nbytes for path in out.glob("*.safetensors") for x in load_file(path).values())
+    assert stored == Qad().plan(read_spec(models[1].path), 0).size_bytes
 
 
 def test_a_killed_run_goes_on_and_ends_in_the_same_bytes(models: tuple[Path, Artifact], tmp_path: Path) -> None:
@@ -239,7 +242,7 @@ def test_a_teacher_of_another_vocabulary_is_refused(models: tuple[Path, Artifact
 
 
 def test_a_loss_that_is_not_finite_is_refused(models: tuple[Path, Artifact], tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import save_file
 
     tensors = load_file(models[1].path / "model.safetensors")
     tensors["model.norm.weight"].fill_(float("nan"))
