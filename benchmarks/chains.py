@@ -18,6 +18,9 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,9 @@ from strop.statistics import bootstrap_ratio_of_means
 LENGTH = 512
 WINDOW = 1024
 KEY = "0" * 64
+TASKS, ITEMS = ("arc_easy", "piqa"), 500
+SCORES = ("kl", "same_top", "loss_parent", "loss")
+Scores = dict[str, np.ndarray[Any, Any]]
 
 
 def build(work: Path, before: str, text: str, threads: int) -> None:
@@ -83,18 +89,37 @@ def hidden_states(folder: Path, ids: torch.Tensor) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def compare(parent: Path, hidden: torch.Tensor, other: Path, ids: torch.Tensor) -> dict[str, np.ndarray[Any, Any]]:
-    """Per window: mean KL(parent ‖ other) in nats, share of equal top tokens, mean loss of both."""
+def compare(parent: Path, hidden: torch.Tensor, other: Path, ids: torch.Tensor) -> Scores:
+    """Per window: mean KL(parent ‖ other) in nats, share of equal top tokens, mean loss of both.
+
+    KL is computed from the difference of the logits, as in `sensitivity.divergence`.
+    """
     one, two = load_decoder(parent), load_decoder(other)
     fold(two)
     rows = []
     for x, y, window in zip(hidden, hidden_states(other, ids), ids, strict=True):
-        p, q = one.logits(x).double().log_softmax(-1), two.logits(y).double().log_softmax(-1)
-        targets = window[1:, None]
-        losses = [-z[:-1].gather(1, targets).mean() for z in (p, q)]
-        rows.append([(p.exp() * (p - q)).sum(-1).mean(), (p.argmax(-1) == q.argmax(-1)).double().mean(), *losses])
-    table = np.array([[float(x) for x in row] for row in rows])
-    return dict(zip(("kl", "same_top", "loss_parent", "loss"), table.T, strict=True))
+        p, d = one.logits(x), two.logits(y)
+        is_same = (p.argmax(-1) == d.argmax(-1)).double().mean()
+        loss_other = torch.nn.functional.cross_entropy(d[:-1], window[1:])
+        loss = torch.nn.functional.cross_entropy(p[:-1], window[1:])
+        d.sub_(p)
+        p = p.log_softmax(-1)
+        mean = (p.exp() * d).sum(-1)
+        kl = (d.add_(p).logsumexp(-1) - mean).double().mean()
+        rows.append([float(z) for z in (kl, is_same, loss, loss_other)])
+    return dict(zip(SCORES, np.array(rows).T, strict=True))
+
+
+def kept_scores(work: Path, chain: str, hidden: Callable[[], torch.Tensor], ids: torch.Tensor) -> Scores:
+    """`compare`, unless it was done before with these windows."""
+    path = work / f"{chain}.scores.npz"
+    if path.exists():
+        kept = dict(np.load(path))
+        if np.array_equal(kept.pop("ids"), ids.numpy()):
+            return kept
+    scores = compare(work / "parent", hidden(), work / chain, ids)
+    np.savez(path, ids=ids.numpy(), **scores)
+    return scores
 
 
 @torch.inference_mode()
@@ -103,6 +128,43 @@ def logit_error(parent: Path, hidden: torch.Tensor, other: Path, ids: torch.Tens
     expected = load_decoder(parent).logits(hidden[0])
     found = load_decoder(other).logits(hidden_states(other, ids[:1])[0])
     return float((found - expected).abs().max() / expected.square().mean().sqrt())
+
+
+@torch.inference_mode()
+def kept_answers(work: Path, chain: str, tokenizer: Any, task: str, folder: Path) -> np.ndarray[Any, Any]:
+    """Of the first `ITEMS` questions of a task, which are answered right; from an earlier call where there was one.
+
+    The answer is the choice whose tokens have the largest log probability by byte, after `Question: …\nAnswer:`, as in
+    lm-eval's `acc_norm`.
+    """
+    path = work / f"{chain}.{task}.npy"
+    if path.exists():
+        return np.load(path)
+    decoder = load_decoder(work / chain)
+    fold(decoder)
+    right = []
+    with (folder / f"{task}.jsonl").open(encoding="utf-8") as file:
+        items = [json.loads(line) for line in islice(file, ITEMS)]
+    for item in items:
+        question = tokenizer(f"Question: {item['ctx']}\nAnswer:", add_special_tokens=False)["input_ids"]
+        question = [tokenizer.bos_token_id, *question]
+        choices = [tokenizer(f" {x}", add_special_tokens=False)["input_ids"] for x in item["choices"]]
+        width = len(question) + max(map(len, choices)) - 1
+        ids = torch.zeros(len(choices), width, dtype=torch.int64)
+        for row, choice in zip(ids, choices, strict=True):
+            both = torch.tensor([*question, *choice])[:-1]
+            row[: len(both)] = both
+        x = decoder.embed(ids, torch.arange(width).expand(ids.shape))
+        for index in range(len(decoder.layers)):
+            x = decoder.block(index, x)
+        log_p = decoder.logits(x[:, len(question) - 1 :]).log_softmax(-1)
+        found = [
+            float(row[: len(choice)].gather(1, torch.tensor(choice)[:, None]).sum()) / len(text.encode())
+            for row, choice, text in zip(log_p, choices, item["choices"], strict=True)
+        ]
+        right.append(int(np.argmax(found)) == item["label"])
+    np.save(path, np.array(right))
+    return np.array(right)
 
 
 def main() -> None:
@@ -116,6 +178,8 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=24)
     parser.add_argument("--skip", type=int, default=0, help="windows at the start of MEASURE that are left out")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--logits", action="store_true", help="largest difference of a logit in the first window too")
+    parser.add_argument("--tasks", type=Path, help="folder of arc_easy.jsonl and piqa.jsonl: share answered right")
     arguments = parser.parse_args()
     work, parent = arguments.work, arguments.work / "parent"
     if not parent.exists():
@@ -137,18 +201,27 @@ def main() -> None:
                 subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, check=True)
     torch.set_num_threads(arguments.threads)
     ids = fixed_windows(tokenizer, arguments.measure, arguments.skip + arguments.windows)[arguments.skip :]
-    hidden = hidden_states(parent, ids)
+
+    tasks = TASKS if arguments.tasks else ()
+
+    @cache
+    def hidden() -> torch.Tensor:
+        return hidden_states(parent, ids)
+
     first = None
     for chain in arguments.chains:
-        scores = compare(parent, hidden, work / chain, ids)
+        scores = kept_scores(work, chain, hidden, ids)
         cost_file = work / f"{chain}.json"
         cost = json.loads(cost_file.read_text()) if cost_file.exists() else {"seconds": None, "peak_bytes": 0}
+        logits = f"logits within {logit_error(parent, hidden(), work / chain, ids):.2g} | " if arguments.logits else ""
+        right = {name: kept_answers(work, chain, tokenizer, name, arguments.tasks).mean() for name in tasks}
+        answers = "".join(f"{name} {100 * x:.1f} % | " for name, x in right.items())
         seconds = "resumed or built elsewhere" if cost["seconds"] is None else f"{cost['seconds']:.0f} s"
         print(
             f"| {chain} | KL {scores['kl'].mean():.4g} | same top {100 * scores['same_top'].mean():.2f} % "
             f"| perplexity {np.exp(scores['loss'].mean()):.3f} (parent {np.exp(scores['loss_parent'].mean()):.3f}) "
-            f"| logits within {logit_error(parent, hidden, work / chain, ids):.2g} "
-            f"| {read_spec(work / chain).size_bytes()} bytes | {seconds} | {cost['peak_bytes'] / 1e6:.0f} MB |",
+            f"| {logits}{answers}{read_spec(work / chain).size_bytes()} bytes | {seconds} "
+            f"| {cost['peak_bytes'] / 1e6:.0f} MB |",
             flush=True,
         )
         first = scores if first is None else first
