@@ -1,11 +1,12 @@
 """Compare the speed of programs, one process each, taking turns.
 
-    python benchmarks/decode_duel.py [--threads 2] [--rounds 4] [--restarts 5] NAME=FOLDER NAME=genai:FOLDER ...
+    python benchmarks/decode_duel.py [--threads 2] [--rounds 4] [--restarts 5] NAME=FOLDER NAME=genai:FOLDER \
+        NAME=llama_cpp:FILE ...
 
 Every arm decodes the same number of tokens after the same prompt (of --prompt tokens), in ABBA order. All processes
 are started anew `--restarts` times: where the kernel puts a process's memory alone moves its speed by some percent, so
 ratios are taken per restart against the first arm, and their spread over restarts is what counts. `genai:` arms are
-folders of onnxruntime-genai's model builder and need --genai.
+folders of onnxruntime-genai's model builder and need --genai, `llama_cpp:` arms are GGUF files and need --llama_cpp.
 """
 
 from __future__ import annotations
@@ -51,11 +52,11 @@ class StropArm:
         self.worker.__exit__(None, None, None)
 
 
-class GenaiArm:
-    """A model of onnxruntime-genai."""
+class PeerArm:
+    """A model of another tool, in a worker of `peers/`."""
 
-    def __init__(self, folder: str, threads: int, python: str) -> None:
-        command = [python, str(Path(__file__).parent / "peers" / "decode_genai.py"), folder, str(threads)]
+    def __init__(self, tool: str, path: str, threads: int, python: str) -> None:
+        command = [python, str(Path(__file__).parent / "peers" / f"decode_{tool}.py"), path, str(threads)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == "ready\n"
@@ -100,6 +101,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--restarts", type=int, default=5)
     parser.add_argument("--genai", default="python", help="interpreter that has onnxruntime-genai")
+    parser.add_argument("--llama_cpp", default="python", help="interpreter that has llama-cpp-python")
     options = parser.parse_args()
     named = dict(x.split("=", 1) for x in options.arms)
     names, speeds, firsts = list(named), dict[str, list[float]](), dict[str, list[float]]()
@@ -109,7 +111,11 @@ def main() -> None:
         arms: list[Arm] = []
         for name in turned:
             kind, _, folder = named[name].rpartition(":")
-            arms.append(GenaiArm(folder, options.threads, options.genai) if kind else StropArm(folder, options.threads))
+            arms.append(
+                PeerArm(kind, folder, options.threads, getattr(options, kind))
+                if kind
+                else StropArm(folder, options.threads)
+            )
         for name, (first, speed) in zip(turned, measure(arms, prompt, options.rounds), strict=True):
             firsts.setdefault(name, []).append(first)
             speeds.setdefault(name, []).append(speed)

@@ -2,8 +2,8 @@
 
     python benchmarks/quantization.py MODEL CALIBRATION.txt MEASURE.txt WORK [--tasks FOLDER] [--only-page]
 
-Builds and measures `CHAINS` by chains.py (64 windows of 1024 tokens, calibrated on 128 x 512), then writes the page from
-what WORK holds. Everything is kept: a killed run goes on where it was. Checkpoints of other tools that lie in WORK
+Builds and measures `CHAINS` by chains.py (64 windows of 1024 tokens, calibrated on 128 x 512), then writes the page
+from what WORK holds. Everything is kept: a killed run goes on where it was. Checkpoints of other tools that lie in WORK
 (`peers/`) get a row where they are named in `PEERS`.
 """
 
