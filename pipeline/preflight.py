@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from strop.calibration.text import documents, overlap
+from strop.calibration.text import Split, documents, overlap
 from strop.errors import UserError, did_you_mean
 from strop.families import FAMILIES
 from strop.gate import check_gates, show
@@ -99,6 +99,8 @@ def check(recipe: Recipe, store: Store) -> CheckResult:
         path: tuple[str, ...] = ()
         for stage in chain.stages:
             _check_stage(recipe, chain, stage, format, store)
+            if stage.stage.needs_calibration and recipe.calibration:
+                _check_length(recipe.calibration.length, spec)
             plan = _plan(stage, current, num_tokens)
             path += (_identity(stage),)
             steps.append(Planned(chain.name, stage.name, plan, path in done))
@@ -112,7 +114,7 @@ def check(recipe: Recipe, store: Store) -> CheckResult:
                     f"{export.place} ({export.name}): {current.family} is not a family that strop knows, it runs "
                     f"in eager only; known: {', '.join(FAMILIES)}"
                 )
-            plan = _plan(export, current, num_tokens)
+            plan = _plan(export, current, num_tokens, after=chain)
             here = (*path, _identity(export))
             steps.append(Planned(chain.name, export.name, plan, here in done))
             done.add(here)
@@ -127,11 +129,12 @@ def _identity(stage: NamedStage) -> str:
     return f"{stage.use}{stage.stage.model_dump_json()}"
 
 
-def _plan(stage: NamedStage, spec: ModelSpec, num_tokens: int) -> Plan:
+def _plan(stage: NamedStage, spec: ModelSpec, num_tokens: int, after: Chain | None = None) -> Plan:
     try:
         return stage.stage.plan(spec, num_tokens)
     except UserError as error:
-        raise UserError(f"{stage.place} ({stage.name}): {error}") from error
+        chain = f" of {after.name}" if after else ""
+        raise UserError(f"{stage.place} ({stage.name}{chain}): {error}") from error
 
 
 def _check_stage(recipe: Recipe, chain: Chain, stage: NamedStage, format: str, store: Store) -> None:
@@ -164,16 +167,28 @@ def _check_texts(recipe: Recipe) -> None:
     """Refuse sources that hold no text, and to measure on text that was calibrated on."""
     ours = recipe.calibration.source if recipe.calibration else "self"
     if _needs_a_look(ours):
-        documents(ours, "calibration")
+        _look(ours, "calibration", "calibration.source")
     for name, metric in recipe.evals.items():
         for theirs in metric.text_sources():
             if _needs_a_look(theirs):
-                documents(theirs, "measure")
+                _look(theirs, "measure", f"evals ({name})")
             if shared := _shared_text(ours, theirs):
                 raise UserError(
                     f"calibration.source: {ours} is also measured on by evals ({name}: {theirs}): {shared}; "
                     "choose another text for one of them"
                 )
+
+
+def _check_length(length: int, spec: ModelSpec) -> None:
+    if 0 < spec.max_positions < length:
+        raise UserError(f"calibration.length: {length} is more than the model's context of {spec.max_positions}")
+
+
+def _look(source: str, split: Split, place: str) -> None:
+    try:
+        documents(source, split)
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from error
 
 
 def _shared_text(ours: str, theirs: str) -> str | None:

@@ -323,6 +323,8 @@ class Parser:
         if not NAME.fullmatch(key) or key in RESERVED:
             rule = f"letters, digits and _ . + -, and none of {', '.join(RESERVED)}"
             self.errors.append(f"{place}: this name is not allowed; allowed: {rule}")
+        if not text.replace and not text.drop:
+            self.errors.append(f"{place}: changes nothing, it would be the main chain again; allowed: replace, drop")
         known = [x.name for x in main]
         for what, names in (("replace", list(text.replace)), ("drop", text.drop)):
             for unknown in sorted(set(names) - set(known)):
@@ -360,6 +362,10 @@ def _explain(kind: type[BaseModel], problem: Any, place: str) -> str:
     if problem["type"] == "literal_error":
         return f"{where}: found {_short(found)}, allowed: {problem['ctx']['expected']}"
     message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    if problem["type"] == "too_short":
+        message = f"at least {problem['ctx']['min_length']} needed"
+    if problem["type"] == "list_type":
+        message = "a list is needed"
     return f"{where or 'recipe'}: found {_short(found)}, {message}"
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -43,6 +44,39 @@ class Quantization:
     group_size: int | None
     symmetric: bool
     activations: Activations | None = None
+
+
+CacheFormat = Literal["int8", "int4", "fp8"]
+CacheScales = Literal["tensor", "head", "channel", "token"]
+TOKEN_SCALE_BYTES = 4
+"""A scale that is computed for each token is kept in float32."""
+
+
+@dataclass(frozen=True)
+class CacheQuantization:
+    """How keys and values are kept in the cache: rounded symmetrically. Keys are rounded after rope, as they are cached.
+
+    Attributes:
+        format: `int8` and `int4`: codes in [-2^(bits-1), 2^(bits-1) - 1]. `fp8`: floats with 4 bits of exponent and 3 of
+            mantissa, largest 448 (E4M3).
+        keys, values: What shares a scale. `tensor`: a layer; `head`: a head of it; `channel`: one of the head_dim values
+            of a head. These are found by calibration and stored. `token`: a head of one token, by a scale that follows
+            from its largest value when it is cached.
+    """
+
+    format: CacheFormat
+    keys: CacheScales
+    values: CacheScales
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return 4 if self.format == "int4" else 8
+
+    def token_bytes(self, num_heads: int, head_dim: int) -> int:
+        """Of the keys and values of one token in one layer, with scales of its own."""
+        own = sum(TOKEN_SCALE_BYTES for scales in (self.keys, self.values) if scales == "token")
+        return num_heads * (2 * head_dim * self.bits // 8 + own)
 
 
 @dataclass(frozen=True)
@@ -157,6 +191,11 @@ class LayerSpec:
     softcap: float | None = None
     kv_from_layer: int | None = None
 
+    @property
+    def attention(self) -> str:
+        """Name of the module that holds its attention's linears."""
+        return next(iter(self.linears.values())).name.rpartition(".")[0]
+
     def groups(self) -> list[list[Linear]]:
         """Its linears by the input that they read, in the order of computation: attention's, `o`, the MLP's, `down`."""
         return [[self.linears[role] for role in part if role in self.linears] for part in ROLES]
@@ -190,6 +229,7 @@ class ModelSpec:
             `is_tied` and it is quantized, its codes are the embedding too: runtimes look tokens up in them.
         is_tied: Embedding and head are one matrix.
         logit_softcap: cap·tanh(logit / cap) (gemma2), else None.
+        kv_cache: How keys and values are kept in the cache; None: as they are computed.
         opaque_bytes: Bytes of all tensors of a family that is not known here. Then there are no layers, and of the
             other fields only `family`, `dtype`, `vocab_size` and `max_positions` mean anything. Else None.
     """
@@ -207,6 +247,7 @@ class ModelSpec:
     embedding_scale: float = 1.0
     position_embedding: str | None = None
     logit_softcap: float | None = None
+    kv_cache: CacheQuantization | None = None
     opaque_bytes: int | None = None
 
     def linears(self) -> Iterator[Linear]:
@@ -269,7 +310,7 @@ class ModelSpec:
                     f"{str(q.symmetric).lower()}"
                 )
             if q.group_size is not None and linear.in_features % q.group_size:
-                fits = [g for g in (16, 32, 64, 128, 256) if linear.in_features % g == 0]
+                fits = [g for g in (8, 16, 32, 48, 64, 96, 128, 192, 256, 512) if linear.in_features % g == 0]
                 raise UserError(
                     f"group_size {q.group_size} does not divide the {linear.in_features} inputs of {linear.name}; "
                     f"allowed here: {fits or 'null (per channel)'}"
@@ -283,6 +324,33 @@ class ModelSpec:
             dataclasses.replace(x, linears={role: swap(y) for role, y in x.linears.items()}) for x in self.layers
         )
         return dataclasses.replace(self, layers=layers, head=swap(self.head))
+
+    def cache_scales(self) -> dict[str, tuple[int, ...]]:
+        """Stored name -> shape of every scale of keys and values, those that are computed for each token left out."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for layer in self.layers:
+            if self.kv_cache is None or layer.kv_from_layer is not None:
+                continue
+            by_kind = {
+                "tensor": (1,),
+                "head": (layer.num_kv_heads, 1, 1),
+                "channel": (layer.num_kv_heads, 1, layer.head_dim),
+            }
+            for part, scales in (("k", self.kv_cache.keys), ("v", self.kv_cache.values)):
+                if scales in by_kind:
+                    shapes[f"{layer.attention}.{part}_scale"] = by_kind[scales]
+        return shapes
+
+    def check_cache(self, stage: str) -> None:
+        """Refuse to change keys or values whose scales are already found.
+
+        Raises:
+            UserError: The table has such scales.
+        """
+        if self.cache_scales():
+            raise UserError(
+                f"{stage} changes keys or values, whose scales an earlier stage calibrated: put kv_cache after it"
+            )
 
     def num_parameters(self) -> int:
         """Weights and biases, a tied matrix counted once."""
@@ -310,11 +378,13 @@ class ModelSpec:
         total += sum(n.size * (2 if n.kind == "layer" else 1) * width for n in self.norms())
         if not self.is_tied or self.head.quantization is not None:
             total += self.head.size_bytes(self.dtype)
-        return total
+        return total + SCALE_BYTES * sum(map(math.prod, self.cache_scales().values()))
 
     def kv_bytes_per_token(self, dtype_bytes: int = 4) -> int:
-        """Bytes of keys and values that one cached token takes."""
-        own = (x for x in self.layers if x.kv_from_layer is None)
+        """Bytes of keys and values that one cached token takes: `dtype_bytes` each, unless they are rounded."""
+        own = [x for x in self.layers if x.kv_from_layer is None]
+        if self.kv_cache is not None:
+            return sum(self.kv_cache.token_bytes(x.num_kv_heads, x.head_dim) for x in own)
         return sum(2 * x.num_kv_heads * x.head_dim * dtype_bytes for x in own)
 
     def to_json(self) -> dict[str, Any]:
@@ -338,8 +408,15 @@ class ModelSpec:
             )
             for x in data["layers"]
         )
+        cache = data.get("kv_cache")
         return ModelSpec(
-            **{**data, "layers": layers, "head": _linear(data["head"]), "final_norm": _norm(data["final_norm"])}
+            **{
+                **data,
+                "layers": layers,
+                "head": _linear(data["head"]),
+                "final_norm": _norm(data["final_norm"]),
+                "kv_cache": CacheQuantization(**cache) if cache else None,
+            }
         )
 
 

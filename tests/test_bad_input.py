@@ -107,12 +107,12 @@ def test_recipes_that_cannot_be_read(tmp_path: Path, capsys: Any, text: str, mes
         ({"stages": [{"use": "smoothquant"}]}, "stages[0] (smoothquant): smoothquant needs text, add `calibration:"),
         (
             {"stages": [W8A8], "export": [{"use": "torch_compile"}]},
-            "export[0] (torch_compile): export: torch_compile has no int8 inputs, model.layers.0.self_attn.q_proj asks "
+            "export[0] (torch_compile of main): export: torch_compile has no int8 inputs, model.layers.0.self_attn.q_proj asks "
             "for activations: dynamic; allowed: onnx_runtime, eager, or activations: null",
         ),
         (
             {"stages": [{**W8A8, "targets": ["*"]}], "export": [{"use": "onnx_runtime"}]},
-            "export[0] (onnx_runtime): onnx_runtime: tokens are looked up in the quantized lm_head",
+            "export[0] (onnx_runtime of main): onnx_runtime: tokens are looked up in the quantized lm_head",
         ),
         ({"stages": [{"use": "gptq", "group_size": 16}]}, "stages[0] (gptq): gptq needs text, add `calibration:"),
         ({"gates": [{"metric": "divergence.kl_men", "at_most": 1}]}, "did you mean 'divergence.kl_mean'?"),
@@ -121,9 +121,19 @@ def test_recipes_that_cannot_be_read(tmp_path: Path, capsys: Any, text: str, mes
         ({"gates": [{"metric": "divergence.kl_mean", "at_most": 1, "rows": ["w8 / *"]}]}, "'w8 / *' matches no row"),
         ({"model": {"source": "nowhere"}}, "model source 'nowhere': no such file or folder"),
         ({"model": {"source": "pypi:x"}}, "model source 'pypi:x'"),
-        ({"evals": [{"use": "divergence", "text": "none.txt"}]}, "none.txt"),
-        ({"evals": [{"use": "divergence", "text": "elsewhere"}]}, "text source 'elsewhere': allowed are"),
-        ({"calibration": {"source": "none.txt"}}, "none.txt"),
+        ({"evals": [{"use": "divergence", "text": "none.txt"}]}, "evals (divergence): text source 'none.txt'"),
+        (
+            {"evals": [{"use": "divergence", "text": "elsewhere"}]},
+            "evals (divergence): text source 'elsewhere': allowed are",
+        ),
+        ({"calibration": {"source": "none.txt"}}, "calibration.source: text source 'none.txt': no such file"),
+        (
+            {
+                "stages": [{"use": "gptq", "group_size": 16}],
+                "calibration": {"source": "python", "length": 100000},
+            },
+            "calibration.length: 100000 is more than the model's context of",
+        ),
         ({"calibration": {"sourc": "self"}}, "calibration.sourc: unknown key; did you mean 'source'?"),
     ],
 )
