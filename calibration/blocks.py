@@ -11,14 +11,13 @@ Legend: N samples, T tokens, H hidden size, B samples that are computed together
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from strop.calibration.capture import CHUNK_TOKENS, Stream, check_ids, hessian
+from strop.calibration.capture import CHUNK_TOKENS, STEPS, Group, Stream, check_ids, group_of, hessian
 from strop.layers import Decoder
 from strop.machine import instruction_sets
 from strop.spec import Linear, ModelSpec
@@ -39,7 +38,6 @@ class Block:
         compute: Indices of samples (B,) -> the block's outputs (B, T, H) float32, with a graph where gradients are
             enabled and a weight wants some.
         targets: (N, T, H) float32: outputs of the unchanged block in the unchanged model.
-        num_chunk: Samples that fit into one computation.
     """
 
     index: int
@@ -47,39 +45,18 @@ class Block:
     module: Callable[[str], nn.Linear]
     compute: Callable[[Tensor], Tensor]
     targets: Tensor
-    num_chunk: int
-
-    def energy(self) -> dict[str, Tensor]:
-        """Linear name -> the energy of each of its inputs (in,), over some samples: Σ x² / mean square of the target.
-
-        A token counts by how large its hidden states are, because the norms that read them take the size away: without
-        that the first token, whose states are many times larger than others', is all that counts.
-        """
-        rows = torch.arange(min(self.num_chunk, len(self.targets)))
-        weights = 1 / mean_square(self.targets[rows]).flatten(0, -2)
-        found: dict[str, Tensor] = {}
-
-        def measure(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-            def see(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-                # No product: autocast would take it in bfloat16.
-                found[name] = (inputs[0].float().flatten(0, -2).square() * weights).sum(0)
-
-            return see
-
-        with ExitStack() as stack:
-            for linear in self.linears:
-                handle = self.module(linear.name).register_forward_pre_hook(measure(linear.name))
-                stack.callback(handle.remove)
-            self.compute(rows)
-        return found
 
 
 Visit = Callable[[Block], bool]
 """Sees a block, may change its weights, says whether to go on."""
+Prepare = Callable[[Group], None]
+"""Sees linears that read the same input before their block is shown, may change their weights."""
 
 
 @torch.no_grad()
-def walk_blocks(folder: Path, spec: ModelSpec, ids: Tensor, visit: Visit) -> None:
+def walk_blocks(
+    folder: Path, spec: ModelSpec, ids: Tensor, visit: Visit, *, prepare: Prepare | None = None, num_prepared: int = 0
+) -> None:
     """Show every block to `visit`, from the first to the last.
 
     Args:
@@ -87,19 +64,36 @@ def walk_blocks(folder: Path, spec: ModelSpec, ids: Tensor, visit: Visit) -> Non
         spec: Its table.
         ids: (samples, length) int64, on the device to compute on.
         visit: The inputs of later blocks follow from the weights that it left. Where it returns False the walk ends.
+        prepare: Called before `visit` for each group of the block's linears, in the order of computation; the inputs
+            of later groups follow from the weights that it left.
+        num_prepared: Samples that it sees, at least one.
 
     Raises:
         UserError: As `capture.check_ids`.
     """
     unchanged = _start(folder, spec, ids)
     stream, changed = unchanged.stream, _States(unchanged.stream, unchanged.x.clone())
+    original = Stream(folder, spec, ids[:num_prepared]) if prepare else None
     for index in range(len(spec.layers)):
         stream.load_layer(index)
         unchanged.advance(index)
+        if prepare and original:
+            _prepare(index, prepare, changed.fork(num_prepared), original)
         if not visit(_block(index, unchanged, changed)):
             return
         changed.advance(index)
         stream.free_layer()
+
+
+def _prepare(index: int, prepare: Prepare, changed: Stream, original: Stream) -> None:
+    """Take samples through a block step by step, as the changed blocks before it give them and as they were."""
+    original.load_layer(index)
+    for roles, reads, advance in STEPS:
+        linears = [x for role, x in changed.spec.layers[index].linears.items() if role in roles]
+        prepare(group_of(index, linears, changed, original, reads))
+        for stream in (changed, original):
+            advance(stream)
+    original.free_layer()
 
 
 @torch.no_grad()
@@ -226,6 +220,12 @@ class _States:
         """Indices of all samples, a few at a time."""
         return iter(torch.split(torch.arange(len(self.x)), self.num_chunk))
 
+    def fork(self, num_samples: int) -> Stream:
+        """The first samples, to be taken through the loaded block linear by linear."""
+        rows = torch.split(torch.arange(num_samples), self.num_chunk)
+        kept = [{index: (k.float(), v.float()) for index, (k, v) in self._kept(x).items()} for x in rows]
+        return self.stream.fork(self.x[:num_samples], kept)
+
     def compute(self, index: int, x: Tensor, rows: Tensor) -> Tensor:
         """Outputs of the loaded block, layer `index`, for x (B, T, H) of the samples `rows`."""
         return self._compute(index, x, self._kept(rows))
@@ -274,4 +274,4 @@ def _block(index: int, unchanged: _States, changed: _States) -> Block:
         return changed.compute(index, changed.x[rows], rows)
 
     linears = list(stream.spec.layers[index].linears.values())
-    return Block(index, linears, module, compute, unchanged.x, unchanged.num_chunk)
+    return Block(index, linears, module, compute, unchanged.x)

@@ -8,6 +8,7 @@ Legend: X (tokens, in) inputs of a linear, W (out, in) its weight, H (in, in) it
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ class Group:
         inputs: Gives the input in chunks, each (tokens, in) float32; as often as it is called, never all at once.
         pairs: Gives (X₀, X) in chunks: the input in the unchanged model and the input, for the samples that are
             followed there.
+        hidden: Gives, in chunks, the hidden states that the outputs are added to, each (tokens, H) float32.
     """
 
     layer: int
@@ -45,6 +47,7 @@ class Group:
     weights: dict[str, Tensor]
     inputs: Callable[[], Iterator[Tensor]]
     pairs: Callable[[], Iterator[tuple[Tensor, Tensor]]]
+    hidden: Callable[[], Iterator[Tensor]]
 
 
 Visit = Callable[[Group], bool]
@@ -135,9 +138,9 @@ def walk(folder: Path, spec: ModelSpec, ids: Tensor, visit: Visit, *, num_follow
     for index, layer in enumerate(spec.layers):
         for stream in streams:
             stream.load_layer(index)
-        for roles, reads, advance in _STEPS:
+        for roles, reads, advance in STEPS:
             linears = [layer.linears[role] for role in roles if role in layer.linears]
-            if not visit(_group(index, linears, changed, unchanged, reads)):
+            if not visit(group_of(index, linears, changed, unchanged, reads)):
                 return
             for stream in streams:
                 advance(stream)
@@ -145,10 +148,10 @@ def walk(folder: Path, spec: ModelSpec, ids: Tensor, visit: Visit, *, num_follow
             stream.free_layer()
     for stream in streams:
         stream.load_outside()
-    visit(_group(len(spec.layers), [spec.head], changed, unchanged, Stream.head_inputs))
+    visit(group_of(len(spec.layers), [spec.head], changed, unchanged, Stream.head_inputs))
 
 
-def _group(
+def group_of(
     index: int,
     linears: Sequence[Linear],
     changed: Stream,
@@ -162,7 +165,10 @@ def _group(
         both = zip(reads(unchanged), reads(changed), strict=False)
         return ((before.flatten(0, -2), x[: len(before)].flatten(0, -2)) for before, x in both)
 
-    return Group(index, linears, {x.name: changed.weight(x.name) for x in linears}, inputs, pairs)
+    def hidden() -> Iterator[Tensor]:
+        return (x.flatten(0, -2) for x in changed.chunks)
+
+    return Group(index, linears, {x.name: changed.weight(x.name) for x in linears}, inputs, pairs, hidden)
 
 
 class Stream:
@@ -180,7 +186,8 @@ class Stream:
         layers = tuple(
             dataclasses.replace(x, linears={role: _dense(y) for role, y in x.linears.items()}) for x in spec.layers
         )
-        self.decoder = Decoder(dataclasses.replace(spec, dtype="float32", layers=layers, head=_dense(spec.head)))
+        table = dataclasses.replace(spec, dtype="float32", layers=layers, head=_dense(spec.head), kv_cache=None)
+        self.decoder = Decoder(table)
         self.decoder.to_empty(device="meta")
         self.positions = torch.arange(ids.shape[1], device=ids.device)[None]
         self.taken: list[Tensor] = []
@@ -218,6 +225,20 @@ class Stream:
             rotary, attend = self.decoder.whole(self._index, self.positions, kept)
             self._take(self.layer.attention(x, rotary, attend))
 
+    def keys_values(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Queries, keys and values of the block, each (B, heads, T, D), as attention gets them: after norms and rope."""
+        taken: list[Tensor] = []
+
+        def take(q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+            taken.extend(x for x in (q, k, v) if x is not None)
+            return q
+
+        rotary, _ = self.decoder.whole(self._index, self.positions, {})
+        for x in self.chunks:
+            taken.clear()
+            self.layer.attention(x, rotary, take)
+            yield taken[0], taken[1], taken[2]
+
     def taken_inputs(self) -> Iterator[Tensor]:
         return iter(self.taken)
 
@@ -238,6 +259,18 @@ class Stream:
 
     def head_inputs(self) -> Iterator[Tensor]:
         return map(self.decoder.norm, self.chunks)
+
+    def fork(self, x: Tensor, kept: Sequence[dict[int, tuple[Tensor, Tensor]]]) -> Stream:
+        """Other samples in front of the block that is loaded, through the same weights.
+
+        Args:
+            x: Their hidden states (N, T, H), which are copied.
+            kept: Of each chunk of them, keys and values that later layers share, by layer.
+        """
+        other = copy.copy(self)
+        other.chunks = list(torch.split(x.clone(), max(1, CHUNK_TOKENS // x.shape[1])))
+        other.taken, other._room, other._kept = [], None, list(kept)
+        return other
 
     def _take(self, x: Tensor) -> None:
         """Add the next chunk (B, T, width) to what is taken."""
@@ -294,7 +327,7 @@ class Stream:
                     tensor.data.copy_(weights.load(name))
 
 
-_STEPS: tuple[
+STEPS: tuple[
     tuple[tuple[str, ...], Callable[[Stream], Iterator[Tensor]], Callable[[Stream], None]],
     ...,
 ] = (

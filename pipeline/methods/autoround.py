@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from strop.calibration.blocks import Block
+    from strop.calibration.capture import Group
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,10 @@ SCALE_RATE = 0.1
 """How fast a scale's multiplier moves, compared with V. All weights of its group move with it."""
 REACH = 0.5
 """V stays within it: a weight takes one of the two codes next to it."""
+PREPARED_TOKENS = 2**14
+"""Tokens that H and C are computed from."""
+DAMPING = 0.01
+"""Added to H's diagonal, as a part of the diagonal's mean."""
 CACHED_WEIGHTS = 2**16
 """Weights that are taken through a step at once: they stay in the processor's cache."""
 
@@ -61,6 +66,8 @@ class AutoRound(Stage):
         targets: Patterns over full linear names, for example `*.mlp.*`; null: every linear inside the layers.
         iterations: Steps per block, each over 1024 tokens. So many samples are used that each is seen about three
             times, and the others are left out: at 50 iterations 34 of 512 tokens are used.
+        drift_correction: How much of the inputs' drift away from the unquantized model's is made good before anything
+            is learned, as in gptq; 0: weights start from where they are.
     """
 
     needs_calibration: ClassVar[bool] = True
@@ -70,6 +77,7 @@ class AutoRound(Stage):
     symmetric: bool = True
     targets: list[str] | None = Field(default=None, min_length=1)
     iterations: int = Field(default=200, gt=0)
+    drift_correction: float = Field(default=0.5, ge=0, le=1)
 
     def plan(self, spec: ModelSpec, num_calibration_tokens: int) -> Plan:
         """See `Stage.plan`."""
@@ -80,6 +88,8 @@ class AutoRound(Stage):
         learned = sum(x.in_features * x.out_features for x in linears)
         head = spec.vocab_size * spec.hidden_size
         products = 2 * tokens * inside + followed * (3 * inside + 2 * head)
+        prepared = min(tokens, PREPARED_TOKENS)
+        products += prepared * (2 * inside + sum(x.in_features**2 for x in linears))  # about two linears share H and C
         products += self.iterations * min(num_calibration_tokens, BATCH_TOKENS) * 3 * learned
         block = max(sum(x.in_features * x.out_features for x in layer.linears.values()) for layer in spec.layers)
         widest = max(layer.intermediate_size for layer in spec.layers)
@@ -88,7 +98,8 @@ class AutoRound(Stage):
         return Plan(
             spec=result,
             size_bytes=result.size_bytes(),
-            memory_bytes=4 * (2 * tokens * spec.hidden_size + step + 6 * block)
+            memory_bytes=4
+            * (2 * tokens * spec.hidden_size + 2 * prepared * (spec.hidden_size + widest) + step + 7 * block)
             + max(2 * followed * spec.hidden_size * len(spec.layers), 4 * head),
             seconds=2 * products / (2 * GFLOPS_PER_THREAD * 1e9 * BFLOAT16_SPEEDUP),
             notes=() if tokens == num_calibration_tokens else (note,),
@@ -112,11 +123,20 @@ class AutoRound(Stage):
         first = next(i for i in range(len(spec.layers)) if waiting & {x.name for x in spec.layer_linears(i)})
         _measure_sensitivities(source.path, spec, ids, first, context)
 
+        num_prepared = min(len(ids), math.ceil(PREPARED_TOKENS / ids.shape[1]))
+        starts: dict[str, Rounding] = {}
+
+        def prepare(group: Group) -> None:
+            chosen = [x for x in group.linears if x.name in waiting]
+            if chosen and not _path(context.scratch, group.layer).exists():
+                starts.update(self._start(group, chosen))
+
         def visit(block: Block) -> bool:
             chosen = [x for x in block.linears if x.name in waiting]
             if chosen:
                 if not _path(context.scratch, block.index).exists():
-                    self._learn(block, chosen, context)
+                    self._learn(block, chosen, starts, context)
+                    starts.clear()
                 kept = _load(_path(context.scratch, block.index))
                 for linear in chosen:
                     _set_weight(block, linear, _dense(kept, linear))
@@ -124,7 +144,7 @@ class AutoRound(Stage):
                 context.progress("autoround", len(linears) - len(waiting), len(linears))
             return bool(waiting)
 
-        walk_blocks(source.path, spec, ids, visit)
+        walk_blocks(source.path, spec, ids, visit, prepare=prepare, num_prepared=num_prepared)
         save_checkpoint(out, result, source.path, _changed(result, linears, context.scratch))
         return {"spec": result, "report": {"num_samples": len(ids), **_report(spec, context.scratch)}}
 
@@ -141,19 +161,31 @@ class AutoRound(Stage):
             )
         return spec.quantize({x.name: self._quantization() for x in linears}), linears
 
-    def _start(self, block: Block, linears: Sequence[Linear]) -> dict[str, Rounding]:
-        """Round a block's linears to nearest, in place, on scales that suit their inputs."""
+    def _start(self, group: Group, linears: Sequence[Linear]) -> dict[str, Rounding]:
+        """Move linears that share their inputs to make the drift of these good, and round them to nearest, in place.
+
+        Raises:
+            UserError: The inputs are not finite.
+        """
         from strop.numerics import search_scales
 
-        energy, found = block.energy(), {}
+        h, c = moments(group)
+        if not bool(h.isfinite().all()):
+            place = ", ".join(x.name for x in linears)
+            raise UserError(f"autoround: {place}: the inputs are not finite on the calibration text")
+        found = {}
         for linear in linears:
-            weight = block.module(linear.name).weight.detach().clone()
-            scale, zero = search_scales(weight, self._quantization(), energy[linear.name])
+            weight = group.weights[linear.name].clone()
+            if self.drift_correction:
+                weight = without_drift(weight, h, self.drift_correction * c)
+            scale, zero = search_scales(weight, self._quantization(), h.diagonal())
             found[linear.name] = Rounding(weight, scale, zero, self.bits)
-            _set_weight(block, linear, found[linear.name].weight_now())
+            group.weights[linear.name].copy_(found[linear.name].weight_now())
         return found
 
-    def _learn(self, block: Block, linears: Sequence[Linear], context: Context) -> None:
+    def _learn(
+        self, block: Block, linears: Sequence[Linear], roundings: Mapping[str, Rounding], context: Context
+    ) -> None:
         """Learn the codes of a block's linears, and keep them.
 
         Raises:
@@ -165,7 +197,8 @@ class AutoRound(Stage):
         if not bool(block.targets.isfinite().all()):
             place = linears[0].name.split(f".{block.index}.")[0]
             raise UserError(f"autoround: {place}.{block.index}: the outputs are not finite on the calibration text")
-        roundings = self._start(block, linears)
+        for linear in linears:
+            _set_weight(block, linear, roundings[linear.name].weight_now())
         kept = _load(_sensitivity_path(context.scratch, block.index))["sensitivity"]
         sensitivity = plainer(kept.to(block.targets.device))
         size = _batch_size(block.targets)
@@ -276,6 +309,35 @@ class Rounding:
 
         u = torch.addcdiv(self._zero[rows], self._weight[rows], scale[rows])
         return u.add_(self.offset[rows]).round_().clamp_(self._lowest, self._highest)
+
+
+def moments(group: Group) -> tuple[Tensor, Tensor]:
+    """H and C (in, in) of what a group reads, as `capture.hessian` and `capture.drift`.
+
+    A token counts by how small the hidden states are that the outputs are added to, because the norms that read the sum
+    take the size away: without that the first token, whose states are many times larger than others', is all that
+    counts.
+    """
+    from strop.calibration.blocks import mean_square
+    from strop.calibration.capture import drift, hessian
+
+    weights = [mean_square(x).rsqrt_() for x in group.hidden()]
+    h = hessian(x * w for x, w in zip(group.inputs(), weights, strict=True))
+    return h, drift((a * w, b * w) for (a, b), w in zip(group.pairs(), weights, strict=True))
+
+
+def without_drift(weight: Tensor, hessian: Tensor, drift: Tensor) -> Tensor:
+    """`gptq.correct_drift`, with as much damping as it takes; W itself (out, in) where no damping is enough."""
+    import torch
+
+    from strop.methods.gptq import MOST_DAMPING, correct_drift, inverse_factor
+
+    damping = DAMPING
+    while damping <= MOST_DAMPING:
+        if (factor := inverse_factor(hessian, damping)) is not None:
+            return correct_drift(weight, drift, factor, torch.arange(len(hessian)))
+        damping *= 10
+    return weight
 
 
 def output_gradient(y: Tensor, target: Tensor, sensitivity: Tensor) -> Tensor:

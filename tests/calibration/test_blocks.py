@@ -12,8 +12,9 @@ from references import VOCAB_SIZE, decoder_of, random_decoder, slow_fisher, tiny
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from strop.calibration import blocks
+from strop.calibration import blocks, capture
 from strop.calibration.blocks import Block, hidden_states, mean_square, sensitivities, walk_blocks
+from strop.calibration.capture import Group
 from strop.errors import UserError
 from strop.model import read_spec
 
@@ -136,24 +137,60 @@ def test_one_block_is_in_memory_at_a_time(tmp_path: Path) -> None:
     walk_blocks(tmp_path, spec, IDS, visit)
 
 
-def test_energy_is_that_of_the_inputs_by_the_size_of_the_token(tmp_path: Path) -> None:
-    spec = read_spec(tiny_folder(tmp_path))
-    decoder = decoder_of(tiny_model("llama"))
-    seen: dict[str, Tensor] = {}
-    for linear in spec.layer_linears(0):
-        hook = lambda _, x, name=linear.name: seen.update({name: x[0].detach()})  # noqa: E731
-        decoder.linear(linear.name).register_forward_pre_hook(hook)
-    target = outputs(decoder, IDS)[0]
+def reads(decoder: Any, ids: Tensor) -> dict[str, Tensor]:
+    """Linear name -> what it reads, (samples * tokens, in)."""
+    found: dict[str, Tensor] = {}
+    handles = []
+    for linear in decoder.spec.linears():
+        see = lambda _, x, name=linear.name: found.update({name: x[0].detach().flatten(0, -2)})  # noqa: E731
+        handles.append(decoder.linear(linear.name).register_forward_pre_hook(see))
+    outputs(decoder, ids)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def check_prepared(folder: Path, spec: Any, decoder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spoil every weight, some while their block is prepared and the rest when it is shown."""
+    monkeypatch.setattr(capture, "CHUNK_TOKENS", 2 * IDS.shape[1])
+    monkeypatch.setattr(blocks, "CHUNK_TOKENS", 2 * IDS.shape[1])
+    before, after = reads(decoder, IDS[:3]), {}
+    seen: list[str] = []
+
+    def prepare(group: Group) -> None:
+        after.update(reads(decoder, IDS[:3]))
+        for linear in group.linears:
+            one, two = (torch.cat(x) for x in zip(*group.pairs(), strict=True))
+            assert distance(one, before[linear.name]) < 0.02
+            assert distance(two, after[linear.name]) < 0.02
+            assert torch.equal(two, torch.cat(list(group.inputs())))
+            assert sum(len(x) for x in group.hidden()) == len(one)
+            for weight in (group.weights[linear.name], decoder.linear(linear.name).weight.detach()):
+                weight.copy_((weight * 8).round() / 8)
+            seen.append(linear.name)
 
     def visit(block: Block) -> bool:
-        found = block.energy()
-        assert list(found) == [x.name for x in block.linears]
-        for name, x in seen.items():
-            slow = (x.square() / target.square().mean(-1, keepdim=True)).sum((0, 1))
-            torch.testing.assert_close(found[name], slow, rtol=0.05, atol=0.05)
-        return False
+        assert seen[-len(block.linears) :] == [x.name for x in block.linears]
+        for linear in block.linears:
+            assert torch.equal(block.module(linear.name).weight, decoder.linear(linear.name).weight)
+            spoil(block.module(linear.name))
+            spoil(decoder.linear(linear.name))
+        return True
 
-    walk_blocks(tmp_path, spec, IDS, visit)
+    walk_blocks(folder, spec, IDS, visit, prepare=prepare, num_prepared=3)
+    assert len(seen) == len(list(spec.linears())) - 1
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_linears_are_prepared_on_what_they_read_in_the_changed_and_the_unchanged_model(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = read_spec(tiny_folder(tmp_path, family))
+    check_prepared(tmp_path, spec, decoder_of(tiny_model(family)), monkeypatch)
+
+
+def test_layers_that_share_keys_and_values_are_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_prepared(*shared_folder(tmp_path), monkeypatch)
 
 
 def test_products_are_in_bfloat16_only_where_the_processor_has_matrix_units(monkeypatch: pytest.MonkeyPatch) -> None:
