@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from strop.export._onnx import layout as standard
+from strop.export.onnx_runtime import STANDARD
 from strop.export.onnx_runtime import layout as onnx
 from strop.export.torch_compile import layout as compiled
 from strop.program import Traits
@@ -17,6 +19,8 @@ from strop.spec import DTYPE_BYTES, LayerSpec, Linear, ModelSpec
 
 FLOPS_PER_WEIGHT = 2
 """A multiplication and an addition."""
+ENGINES = ("tensor_rt", "tensorrt_rtx")
+"""Runtimes that take the graph of standard operators."""
 DEQUANTIZED = ("eager", "gguf", "auto_gptq")
 """Runtimes that compute with floats whatever is stored."""
 SHAPE_BYTES = 16
@@ -99,6 +103,8 @@ def weight_bytes(linear: Linear, traits: Traits) -> int:
         return linear.size_bytes(traits.dtype) + 3 * linear.in_features * linear.out_features
     if linear.quantization is None or traits.runtime in DEQUANTIZED:
         return item * linear.in_features * linear.out_features + bias
+    if traits.runtime in ENGINES or (traits.runtime == "onnx_runtime" and traits.kernels == STANDARD):
+        return standard.linear_bytes(linear, item)
     if traits.runtime == "onnx_runtime":
         return onnx.weight_bytes(linear) + bias
     form = compiled.packing(linear)

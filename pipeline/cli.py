@@ -345,7 +345,7 @@ def command_verify(args: argparse.Namespace) -> int:
 
     findings = conformance.verify(args.artifact)
     emit("\n".join(report.aligned([[x.name, x.detail] for x in findings], right=False)) + "\n", None)
-    return 0
+    return ExitCode.PASSED if all(x.is_measured for x in findings) else ExitCode.INCONCLUSIVE
 
 
 # ------------------------------------------------------------------------------------------------------- doctor

@@ -40,7 +40,7 @@ from strop.model import (
     read_headers,
     stored_tensors,
 )
-from strop.program import Ints, Logits, Traits, write_exact, write_reference
+from strop.program import Ints, Logits, Traits, lacks, write_exact, write_reference
 from strop.safetensors_file import ITEM_BYTES
 from strop.spec import Linear, ModelSpec
 from strop.stage import Context
@@ -79,10 +79,15 @@ that the graph is right is decided before, without rounding and by `FLOAT32`."""
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was checked and holds."""
+    """One thing that was checked and holds.
+
+    Attributes:
+        is_measured: False: it could not be checked here, `detail` says why.
+    """
 
     name: str
     detail: str
+    is_measured: bool = True
 
 
 def check_checkpoint(artifact: Artifact, source: Artifact) -> None:
@@ -415,6 +420,10 @@ def _verify_checkpoint(artifact: Artifact, source: Artifact | None) -> Iterator[
 
 def _verify_program(artifact: Artifact, source: Artifact | None) -> Finding:
     traits = _traits(artifact)
+    if (lack := lacks(artifact)) is not None:
+        if source is not None:
+            _check_companions(artifact.path, source.path)
+        return Finding("reload", f"NOT MEASURED: {lack}", is_measured=False)
     if source is not None:
         largest = check_program(artifact, source)
         return Finding("reload", f"runs in a fresh process, logits within {largest:.1e} of its checkpoint in eager")

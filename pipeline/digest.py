@@ -6,6 +6,7 @@ Reads source text only, imports nothing. Leaves out the rest of a key (runner.py
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import importlib.util
 import platform
@@ -18,8 +19,12 @@ from pathlib import Path
 
 from strop.artifact import hash_json
 
-DISTRIBUTIONS = {"yaml": "pyyaml", "sklearn": "scikit-learn"}
-"""Imported name -> distribution, where they differ by more than - and _."""
+DISTRIBUTIONS = {
+    "yaml": ("pyyaml",),
+    "sklearn": ("scikit-learn",),
+    "tensorrt_rtx": ("tensorrt-rtx-cu12", "tensorrt-rtx-cu13"),
+}
+"""Imported name -> distributions that may hold it, where they differ by more than - and _."""
 
 
 @cache
@@ -43,10 +48,9 @@ def library_versions(module: str) -> dict[str, str]:
     found = {"python": platform.python_version()}
     for name in _closure(module):
         for library in _parsed(name)[2]:
-            try:
-                found[library] = version(DISTRIBUTIONS.get(library, library))
-            except PackageNotFoundError:
-                continue
+            for distribution in DISTRIBUTIONS.get(library, (library,)):
+                with contextlib.suppress(PackageNotFoundError):
+                    found[library] = version(distribution)
     return dict(sorted(found.items()))
 
 

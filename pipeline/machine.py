@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,22 @@ FLAGS = (
 )
 """Instruction sets that kernels choose by."""
 LIBRARIES = ("torch", "transformers", "onnxruntime", "onnxruntime-gpu", "numpy", "compressed-tensors", "safetensors")
+
+CUDA_DRIVER = "libcuda.so.1"
+CAPABILITY_MAJOR, CAPABILITY_MINOR = 75, 76
+"""Of CUDA's CUdevice_attribute."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU of NVIDIA's.
+
+    Attributes:
+        compute_capability: What code it runs, such as `8.9`.
+    """
+
+    name: str
+    compute_capability: str
 
 
 def describe_machine() -> dict[str, Any]:
@@ -48,6 +66,25 @@ def instruction_sets() -> list[str]:
 def usable_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def gpus() -> list[Gpu]:
+    """GPUs that NVIDIA's driver shows to this process, in CUDA's order; none where there is no driver."""
+    try:
+        driver = ctypes.CDLL(CUDA_DRIVER)
+    except OSError:
+        return []
+    count, found = ctypes.c_int(), []
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return []
+    for index in range(count.value):
+        device, name, numbers = ctypes.c_int(), ctypes.create_string_buffer(256), [ctypes.c_int(), ctypes.c_int()]
+        failed = driver.cuDeviceGet(ctypes.byref(device), index) or driver.cuDeviceGetName(name, len(name), device)
+        for number, attribute in zip(numbers, (CAPABILITY_MAJOR, CAPABILITY_MINOR), strict=True):
+            failed = failed or driver.cuDeviceGetAttribute(ctypes.byref(number), attribute, device)
+        if not failed:
+            found.append(Gpu(name.value.decode(errors="replace"), ".".join(str(x.value) for x in numbers)))
+    return found
 
 
 def _cpu_facts() -> dict[str, str]:

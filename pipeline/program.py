@@ -291,6 +291,28 @@ class Recoding(Protocol):
         """
 
 
+@runtime_checkable
+class Elsewhere(Protocol):
+    """What an export stage has besides whose programs may need a device that the machine of the export lacks."""
+
+    @staticmethod
+    def lacks(path: Path, traits: Traits) -> str | None:
+        """What this machine lacks to run the program of `path`; None where nothing is known to be missing."""
+
+
+def lacks(program: Artifact) -> str | None:
+    """Why this machine cannot run a program that elsewhere runs as it is; None where it can be tried.
+
+    Nothing of such a program can be measured here, which is no fault of the program: who measures says NOT MEASURED.
+    """
+    manifest = read_manifest(program.path)
+    if manifest.traits is None:
+        return None
+    traits = Traits(**manifest.traits)
+    stage = _export(traits)
+    return stage.lacks(program.path, traits) if isinstance(stage, Elsewhere) else None
+
+
 def write_reference(program: Artifact, checkpoint: Artifact, out: Path) -> Artifact:
     """The checkpoint that a program has to agree with: its own, or where it rounds weights, that one rounded too.
 

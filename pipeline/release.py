@@ -23,7 +23,7 @@ from strop.gate import Level, Verdict
 from strop.machine import describe_machine
 from strop.metric import MeasureContext, Metric
 from strop.model import load_tokenizer
-from strop.program import Traits
+from strop.program import Traits, lacks
 from strop.recipe import Recipe
 from strop.report import Report, Row
 from strop.runner import Attempt, Run
@@ -167,6 +167,8 @@ class Release:
         Raises:
             UserError: No gate on quality is left that could fail.
         """
+        if (lack := lacks(self.candidate.program) or lacks(self.reference.program)) is not None:
+            raise UserError(f"--self-test: no fault can show where the programs cannot run: {lack}")
         failed = {v.rule for v in judged.gates if v.outcome == "FAIL"}
         names = {x.metric.partition(".")[0] for x in self.rules.gates}
         evals = {k: v for k, v in self.rules.evals.items() if v.kind == "quality" and k in names}
@@ -185,6 +187,9 @@ class Release:
 
     def _measure(self, program: Artifact, evals: Mapping[str, Metric]) -> Row:
         row = _row("candidate", program, self.candidate.traits)
+        if (lack := lacks(program) or lacks(self.reference.program)) is not None:
+            row.failures.update(dict.fromkeys(evals, lack))
+            return row
         context = MeasureContext(self._work.threads, self.rules.seed, self.progress)
         for name, metric in sorted(evals.items(), key=lambda x: x[1].kind):  # quality first
             log.info("%s: measuring %s", row.name, name)

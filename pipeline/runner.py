@@ -27,7 +27,7 @@ from strop.machine import describe_machine, usable_cores
 from strop.metric import MeasureContext, Measurement, Metric
 from strop.model import load_tokenizer
 from strop.page import write_report
-from strop.program import open_program
+from strop.program import Elsewhere, lacks, open_program
 from strop.recipe import EAGER, Chain, NamedStage, Recipe
 from strop.report import Report, Row, StageRecord
 from strop.spec import DType
@@ -102,6 +102,7 @@ class Run:
         notes: For the report.
         checkpoints: Chain -> the parent and what each of its stages made.
         programs: Export's name -> the parent on it.
+        lacking: Key of a program -> what this machine lacks to run it.
     """
 
     recipe: Recipe
@@ -112,6 +113,7 @@ class Run:
     notes: list[str] = field(default_factory=list)
     checkpoints: dict[str, list[Artifact]] = field(default_factory=dict)
     programs: dict[str, Artifact] = field(default_factory=dict)
+    lacking: dict[str, str] = field(default_factory=dict)
     _tokens: Path | None = None
     _old_speeds: list[str] = field(default_factory=list)
     _began: str = field(default_factory=lambda: _now())
@@ -144,6 +146,8 @@ class Run:
     def _row(self, chain: str, export: NamedStage, program: Artifact, is_explored: bool = False) -> Built:
         name = f"{chain} / {export.name}"
         row = Row(name, chain, export.use, program.key, _size(program), is_explored=is_explored)
+        if program.key in self.lacking:
+            row.failures["conformance"] = self.lacking[program.key]
         return Built(row, program)
 
     def source(self, source: str, dtype: DType, name: str) -> Artifact:
@@ -177,12 +181,34 @@ class Run:
         return self._run_stage(stage, chain.name, source, artifacts=artifacts, tokens=tokens, accept=accept)
 
     def export(self, export: NamedStage, chain: str, source: Artifact) -> Artifact:
-        """A checkpoint lowered to a runtime."""
+        """A checkpoint lowered to a runtime. What cannot run here is checked by the first run that can."""
+        is_checked = False
 
         def accept(artifact: Artifact) -> None:
-            conformance.check_program(artifact, source)
+            nonlocal is_checked
+            if lacks(artifact) is None:
+                conformance.check_program(artifact, source)
+                is_checked = True
 
-        return self._run_stage(export, chain, source, artifacts={}, tokens=None, accept=accept)
+        program = self._run_stage(export, chain, source, artifacts={}, tokens=None, accept=accept)
+        if isinstance(type(export.stage), Elsewhere):
+            self._check_late(f"{chain} / {export.name}", program, source, is_checked)
+        return program
+
+    def _check_late(self, name: str, program: Artifact, source: Artifact, is_checked: bool) -> None:
+        """Check a program that may have been made where it could not run, or note what is lacking still."""
+        if not is_checked and (lack := lacks(program)) is not None:
+            log.warning("%s: %s", name, lack)
+            self.lacking[program.key] = lack
+            return
+        if not is_checked and self.store.recall("checks", program.key) is not None:
+            return
+        if not is_checked:
+            try:
+                conformance.check_program(program, source)
+            except ConformanceError as error:
+                raise ConformanceError(f"{name}: {error}") from error
+        self.store.remember("checks", program.key, {"checked_at": _now()})
 
     def _run_stage(
         self, stage: NamedStage, chain: str, source: Artifact, *, artifacts: Mapping[str, Artifact],
@@ -208,7 +234,7 @@ class Run:
         def write(out: Path, scratch: Path) -> Mapping[str, Any]:
             context = Context(
                 scratch=scratch, seed=self.recipe.seed, threads=self.threads, calibration=tokens,
-                artifacts=artifacts, progress=self.progress,
+                artifacts=artifacts, cache=self.store.root / "cache", progress=self.progress,
             )  # fmt: skip
             return stage.stage.run(source, out, context)
 
@@ -224,7 +250,7 @@ class Run:
         calibration = self.recipe.calibration
         assert calibration is not None  # preflight refuses a stage that needs some
         lowered = (self.programs[x.name] for x in self.recipe.exports if x.name in self.programs)
-        program = next(lowered, self.programs[EAGER])
+        program = next((x for x in lowered if x.key not in self.lacking), self.programs[EAGER])
         module = "strop.calibration.tokens"
         key = hash_json(
             {
@@ -329,6 +355,9 @@ class Run:
     def _measure(self, built: Built, name: str, metric: Metric) -> None:
         """Measure one metric of one row, or remember it. What it raises ends up in the row's failures."""
         row = built.row
+        if built.program.key in self.lacking:
+            row.failures[name] = self.lacking[built.program.key]
+            return
         references = {"parent": self.programs[EAGER]}
         if (same_runtime := self.programs.get(row.name.split(" / ")[1])) is not None:
             references["parent_same_runtime"] = same_runtime

@@ -53,6 +53,7 @@ class Context:
         device: `cpu` or `cuda`.
         calibration: `.npy` file of token ids (samples, length) int64, where the stage asks for it, else None.
         artifacts: What its `ArtifactRef` fields name.
+        cache: A folder that stays from run to run, for what only saves time; None: there is none.
         progress: Call it now and then during long work.
     """
 
@@ -62,6 +63,7 @@ class Context:
     device: str = "cpu"
     calibration: Path | None = None
     artifacts: Mapping[str, Artifact] = field(default_factory=dict)
+    cache: Path | None = None
     progress: Progress = no_progress
 
 

@@ -4,7 +4,9 @@
     work/KEY/          `out` (thrown away after a kill) and `scratch` (kept: a stage goes on from it)
     stats/KEY.json     size and modification time of each file when it was last hashed, so a look-up need not hash
     costs/KEY.json     seconds and peak memory of building it, apart from it, so that equal work gives equal bytes
+    checks/KEY.json    that a program which could not run where it was made was found to be sound elsewhere
     measurements/      remembered measurements
+    cache/             what only saves time: a stage may look there and leave something
     quarantine/        damaged objects, put aside
     wheels/            packages that held a model
 
@@ -49,7 +51,7 @@ Write = Callable[[Path, Path], Mapping[str, Any]]
 """Fills the empty folder `out`, may keep what it wants in `scratch`, returns manifest fields (see `Stage.run`)."""
 Accept = Callable[[Artifact], None]
 """Looks at what was written before it is kept; raises to refuse it."""
-Table = Literal["measurements", "costs"]
+Table = Literal["measurements", "costs", "checks"]
 SHORT = 12
 """Digits of a key that people are shown."""
 
@@ -268,7 +270,7 @@ class Store:
                     num_kept += 1
                     continue
                 freed += self._delete_unlocked(key, self.path(key))
-                for table in ("stats", "costs"):
+                for table in ("stats", "costs", "checks"):
                     (self.root / table / f"{key}.json").unlink(missing_ok=True)
             for work in _folders(self.root / "work"):
                 freed += self._delete_unlocked(work.name, work)

@@ -2,6 +2,7 @@
 
 Operators: MatMulNBits, MatMulIntegerToFloat, GroupQueryAttention, skip-norms (ONNX Runtime contrib operators, domain
 com.microsoft). One graph serves prefill and decoding; keys and values are updated in place. Activations are float32.
+`operators: standard` writes a graph without them, which any ONNX runtime of opset 24 takes, and TensorRT's parser.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, ClassVar, Literal
 
 from strop.artifact import Artifact, Format
 from strop.errors import MissingExtra
+from strop.export._onnx import layout as shared
 from strop.export.onnx_runtime import layout
 from strop.program import Program, Traits
 from strop.spec import ModelSpec
@@ -26,19 +28,27 @@ class OnnxRuntime(Stage):
         accuracy_level: How linears of which only the weights are quantized take their inputs: 4 as int8, quantized
             block by block (fastest); 1 as float32.
         trees: Let steps take trees of candidate tokens. Costs a little at every step.
+        operators: `contrib`: ONNX Runtime's own fused operators, fastest. `standard`: those of ONNX alone, for other
+            runtimes; takes trees, and inputs of linears stay float32.
     """
 
     gives: ClassVar[Format] = "program"
 
     accuracy_level: Literal[1, 4] = 4
     trees: bool = False
+    operators: Literal["contrib", "standard"] = "contrib"
 
     def plan(self, spec: ModelSpec, num_calibration_tokens: int) -> Plan:  # noqa: ARG002 (the contract of a stage)
         """See `Stage.plan`."""
-        layout.check(spec)
-        size = layout.size_bytes(spec, self.trees)
         largest = max(x.in_features * x.out_features for x in spec.linears())
-        return Plan(spec, size, 3 * 4 * largest, size / WRITTEN_PER_SECOND, layout.notes(spec))
+        if self.operators == "standard":
+            shared.check(spec, "onnx_runtime")
+            size = shared.size_bytes(spec, "float32", spec.max_positions)
+            notes = shared.notes(spec, "onnx_runtime", "float32")
+        else:
+            layout.check(spec)
+            size, notes = layout.size_bytes(spec, self.trees), layout.notes(spec)
+        return Plan(spec, size, 3 * 4 * largest, size / WRITTEN_PER_SECOND, notes)
 
     def run(self, source: Artifact, out: Path, context: Context) -> dict[str, Any]:
         """See `Stage.run`.
@@ -49,13 +59,18 @@ class OnnxRuntime(Stage):
         from strop.model import CONFIG, Weights, copy_companions, read_spec
 
         try:
-            from strop.export.onnx_runtime.graph import write_model
+            from strop.export._onnx import standard
+            from strop.export.onnx_runtime import graph
         except ModuleNotFoundError as error:
             raise MissingExtra("onnx-ir", "onnx", "exporting to onnx_runtime") from error
         spec = read_spec(source.path)
-        layout.check(spec)
         with Weights(source.path) as weights:
-            operators = write_model(spec, weights, out, accuracy_level=self.accuracy_level, trees=self.trees)
+            if self.operators == "standard":
+                shared.check(spec, "onnx_runtime")
+                operators = standard.write_model(spec, weights, out, dtype="float32")
+            else:
+                layout.check(spec)
+                operators = graph.write_model(spec, weights, out, accuracy_level=self.accuracy_level, trees=self.trees)
         shutil.copyfile(source.path / CONFIG, out / CONFIG)
         copy_companions(source.path, out)
         return {"spec": spec, "traits": self._traits(spec, context.threads), "report": {"operators": operators}}
@@ -68,12 +83,14 @@ class OnnxRuntime(Stage):
             device="cpu",
             context=spec.max_positions,
             vocab_size=spec.vocab_size,
-            takes_trees=self.trees,
+            takes_trees=self.trees or self.operators == "standard",
             kernels=self._kernels(spec),
         )
 
     def _kernels(self, spec: ModelSpec) -> str:
         """What the traits say computes quantized linears."""
+        if self.operators == "standard":
+            return STANDARD
         quantized = [layout.rounds_inputs(x) for x in spec.linears() if x.quantization is not None]
         packed = [f"{LEVEL}{self.accuracy_level}"] if not all(quantized) else []
         return ", ".join([*packed, *([INTEGER] if any(quantized) else [])]) or FLOAT
@@ -103,6 +120,7 @@ class OnnxRuntime(Stage):
         return dataclasses.replace(traits, kernels=kernels)
 
 
+STANDARD = "standard operators"
 LEVEL, INTEGER, FLOAT = "MatMulNBits accuracy_level ", "MatMulIntegerToFloat", "MatMul float32"
 """Kernels, as the traits name them."""
 WRITTEN_PER_SECOND = 2e8

@@ -6,17 +6,18 @@ Legend: B rows, K new tokens a row, n rows of logits, H hidden size, V vocabular
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
 from strop import numerics
+from strop.export._onnx import layout as shared
+from strop.export._onnx.builder import DataFile, GraphBuilder, count_operators, declare
 from strop.export.onnx_runtime import layout
 from strop.model import Weights, load_linear, load_packed
 from strop.spec import LayerSpec, Linear, ModelSpec, Norm
@@ -47,19 +48,18 @@ def write_model(spec: ModelSpec, weights: Weights, out: Path, *, accuracy_level:
     Returns:
         Operator -> number of nodes.
     """
-    with (out / layout.DATA).open("wb") as file:
-        graph = _Lowering(spec, weights, _DataFile(file, out), accuracy_level, trees).graph()
+    with (out / shared.DATA).open("wb") as file:
+        graph = _Lowering(spec, weights, DataFile(file, out / shared.DATA), accuracy_level, trees).graph()
         size = file.tell()
-    ropes = [{"inv_freq": x.inv_freq, "factor": x.factor} for x in layout.ropes(spec)]
-    metadata = {layout.DATA_BYTES: str(size), layout.ROPES: json.dumps(ropes)}
-    ir.save(ir.Model(graph, ir_version=IR_VERSION, producer_name="strop", metadata_props=metadata), out / layout.MODEL)
-    operators = [node.op_type for node in graph]
-    return {name: operators.count(name) for name in sorted(set(operators))}
+    ropes = [{"inv_freq": x.inv_freq, "factor": x.factor} for x in shared.ropes(spec)]
+    metadata = {shared.DATA_BYTES: str(size), layout.ROPES: json.dumps(ropes)}
+    ir.save(ir.Model(graph, ir_version=IR_VERSION, producer_name="strop", metadata_props=metadata), out / shared.MODEL)
+    return count_operators(graph)
 
 
 def copy_exact(source: Path, out: Path) -> None:
     """Write the program of one folder into another, with no input of a linear rounded; weights stay what they are."""
-    model = ir.load(source / layout.MODEL)
+    model = ir.load(source / shared.MODEL)
     for node in list(model.graph):
         if node.op_type == "MatMulNBits":
             node.attributes.add(ir.AttrInt64("accuracy_level", 1))
@@ -69,8 +69,8 @@ def copy_exact(source: Path, out: Path) -> None:
     for node in reversed(model.graph):
         if not any(x.uses() or x in outputs for x in node.outputs):
             model.graph.remove(node, safe=True)
-    ir.save(model, out / layout.MODEL)
-    shutil.copyfile(source / layout.DATA, out / layout.DATA)
+    ir.save(model, out / shared.MODEL)
+    shutil.copyfile(source / shared.DATA, out / shared.DATA)
 
 
 def _multiply_floats(graph: ir.Graph, node: ir.Node) -> None:
@@ -89,48 +89,14 @@ def _multiply_floats(graph: ir.Graph, node: ir.Node) -> None:
     node.replace_input_with(1, scaled.outputs[0])
 
 
-class _DataFile:
-    """The file of external data, written front to back."""
-
-    def __init__(self, file: IO[bytes], folder: Path) -> None:
-        self.file, self.folder = file, folder
-        self.tensors: list[ir.Value] = []
-
-    def add(self, name: str, dtype: ir.DataType, shape: Sequence[int], parts: Iterable[NDArray[Any]]) -> ir.Value:
-        """Append one tensor, given in pieces that are written one after another."""
-        size = _size_bytes(dtype, shape)
-        step = layout.PAGE if size >= layout.LARGE else layout.ALIGNMENT
-        self.file.write(bytes(-self.file.tell() % step))
-        start = self.file.tell()
-        for part in parts:
-            self.file.write(np.ascontiguousarray(part).data)
-        assert self.file.tell() - start == size, name
-        return self._value(name, dtype, shape, start)
-
-    def view(self, value: ir.Value, name: str, shape: Sequence[int]) -> ir.Value:
-        """Another tensor over the same bytes."""
-        assert isinstance(value.const_value, ir.ExternalTensor)
-        return self._value(name, value.const_value.dtype, shape, value.const_value.offset or 0)
-
-    def _value(self, name: str, dtype: ir.DataType, shape: Sequence[int], start: int) -> ir.Value:
-        size = _size_bytes(dtype, shape)
-        tensor = ir.ExternalTensor(
-            layout.DATA, start, size, dtype, shape=ir.Shape(shape), name=name, base_dir=self.folder
-        )
-        value = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype), const_value=tensor)
-        self.tensors.append(value)
-        return value
-
-
-class _Lowering:
+class _Lowering(GraphBuilder):
     """Builds the graph in the order of computation, writing each tensor when it comes up."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, data: _DataFile, accuracy_level: int, trees: bool) -> None:
+    def __init__(self, spec: ModelSpec, weights: Weights, data: DataFile, accuracy_level: int, trees: bool) -> None:
+        super().__init__(CONTRIB)
         self.spec, self.weights, self.data = spec, weights, data
         self.accuracy_level, self.trees = accuracy_level, trees
-        self.nodes: list[ir.Node] = []
         self.inputs = _inputs(spec, trees)
-        self.constants: dict[str, ir.Value] = {}
         self.stored: dict[str, list[ir.Value]] = {}
         self.rounded: dict[tuple[ir.Value, float | None], tuple[ir.Value, ir.Value]] = {}
         """Input of linears, and its scale where that is static -> its codes and their scale."""
@@ -183,23 +149,23 @@ class _Lowering:
             codes, scales, *zeros = self._packed([spec.head])
             packing = layout.packing(spec.head)
             rows = self.data.view(codes, f"{spec.embedding}.codes", (spec.vocab_size, packing.row_bytes))
-            x = self._node(
+            x = self.node(
                 "GatherBlockQuantized",
                 [rows, ids, scales, *zeros],
                 {"bits": packing.bits, "block_size": packing.block, "gather_axis": 0, "quantize_axis": 1},
             )
         else:
-            x = self._node("Gather", [self._table(), ids], {"axis": 0}, domain="")
+            x = self.node("Gather", [self._table(), ids], {"axis": 0}, domain="")
         if spec.embedding_scale != 1.0:
-            x = self._node("Mul", [x, self._scalar(spec.embedding_scale)], domain="")
+            x = self.node("Mul", [x, self._scalar(spec.embedding_scale)], domain="")
         if spec.position_embedding is not None:
             places = self._floats(f"{spec.position_embedding}.weight", (spec.max_positions, spec.hidden_size))
-            x = self._node("Add", [x, self._node("Gather", [places, self.inputs["positions"]], domain="")], domain="")
+            x = self.node("Add", [x, self.node("Gather", [places, self.inputs["positions"]], domain="")], domain="")
         return x
 
     def _attention(self, index: int, x: ir.Value) -> ir.Value:
         """Normed hidden states -> what `o` takes."""
-        layer, owner = self.spec.layers[index], layout.attends_to(self.spec, index)
+        layer, owner = self.spec.layers[index], shared.attends_to(self.spec, index)
         rotates_inside = layout.rotates_inside(self.spec, index)
         query, key, value = self._project(index, x)
         if owner == index:
@@ -209,7 +175,7 @@ class _Lowering:
             (key, value), past = self.new[owner], self.cache[owner]
         rope: list[ir.Value | None] = [None, None]
         if rotates_inside and layer.rope is not None:
-            place = layout.ropes(self.spec).index(layer.rope)
+            place = shared.ropes(self.spec).index(layer.rope)
             rope = [self.inputs[f"cos_{place}"], self.inputs[f"sin_{place}"]]
         tree: list[ir.Value | None] = [None, None]
         if self.trees:
@@ -226,7 +192,7 @@ class _Lowering:
         if layer.window is not None and not self.trees:
             # It counts places in the cache. In a tree these are not positions, so there the bias holds the window.
             attributes["local_window_size"] = layer.window
-        output, *self.cache[index] = self._nodes(
+        output, *self.cache[index] = self.several(
             "GroupQueryAttention",
             [query, key, value, *past, *steps, *rope, *tree, None, None, None, None, None, self.inputs["counts"]],
             attributes,
@@ -250,64 +216,64 @@ class _Lowering:
             if not (rotates_here or is_shared or layer.q_norm or layer.k_norm):
                 return parts[0], None, None
             kv_width = layer.num_kv_heads * layer.head_dim
-            parts = self._split(parts[0], [layer.num_heads * layer.head_dim, kv_width, kv_width])
+            parts = self.split(parts[0], [layer.num_heads * layer.head_dim, kv_width, kv_width])
         heads = [layer.num_heads, layer.num_kv_heads]
         for i, norm in enumerate((layer.q_norm, layer.k_norm)[: len(parts)]):
             if norm is not None:
                 attributes = {"num_branches": heads[i], "epsilon": norm.eps}
-                parts[i] = self._node("BranchwiseRMSNorm", [parts[i], *self._norm_weights(norm)], attributes)
+                parts[i] = self.node("BranchwiseRMSNorm", [parts[i], *self._norm_weights(norm)], attributes)
             if rotates_here:
                 parts[i] = self._rotate(layer, parts[i], heads[i])
         return (parts[0], parts[1], parts[2]) if is_owner else (parts[0], None, None)
 
     def _rotate(self, layer: LayerSpec, x: ir.Value, num_heads: int) -> ir.Value:
         assert layer.rope is not None
-        place, width = layout.ropes(self.spec).index(layer.rope), 2 * len(layer.rope.inv_freq)
+        place, width = shared.ropes(self.spec).index(layer.rope), 2 * len(layer.rope.inv_freq)
         tables = [self.inputs[f"{part}_{place}"] for part in ("cos", "sin")]
         attributes = {"num_heads": num_heads, "rotary_embedding_dim": width if width < layer.head_dim else 0}
-        return self._node("RotaryEmbedding", [x, self.inputs["positions"], *tables], attributes)
+        return self.node("RotaryEmbedding", [x, self.inputs["positions"], *tables], attributes)
 
     def _mlp(self, layer: LayerSpec, x: ir.Value) -> ir.Value:
         linears = layer.linears
         if not layer.is_gated:
             return self._linear([linears["down"]], self._activate(layer, self._linear([linears["up"]], x)))
         if "gate_up" in linears:
-            gate, up = self._split(self._linear([linears["gate_up"]], x), [layer.intermediate_size] * 2)
+            gate, up = self.split(self._linear([linears["gate_up"]], x), [layer.intermediate_size] * 2)
         else:
             # Not joined as q, k and v are: splitting the result costs what the second multiplication does.
             gate, up = self._linear([linears["gate"]], x), self._linear([linears["up"]], x)
-        inner = self._node("Mul", [self._activate(layer, gate), up], domain="")
+        inner = self.node("Mul", [self._activate(layer, gate), up], domain="")
         return self._linear([linears["down"]], inner)
 
     def _activate(self, layer: LayerSpec, x: ir.Value) -> ir.Value:
         if layer.activation == "silu":
-            return self._node("QuickGelu", [x], {"alpha": 1.0})
-        return self._node("FastGelu" if layer.activation == "gelu_tanh" else "Gelu", [x])
+            return self.node("QuickGelu", [x], {"alpha": 1.0})
+        return self.node("FastGelu" if layer.activation == "gelu_tanh" else "Gelu", [x])
 
     def _norm(self, norm: Norm, x: ir.Value, branch: ir.Value | None) -> tuple[ir.Value, ir.Value]:
         """norm(x + branch) and x + branch."""
         kind = "SimplifiedLayerNormalization" if norm.kind == "rms" else "LayerNormalization"
         weights, attributes = self._norm_weights(norm), {"epsilon": norm.eps}
         if branch is None:
-            return self._node(kind, [x, *weights], {**attributes, "axis": -1}, domain=""), x
+            return self.node(kind, [x, *weights], {**attributes, "axis": -1}, domain=""), x
         if norm is self.spec.final_norm:
-            return self._node(f"Skip{kind}", [x, branch, *weights], attributes), x
-        output, *unused, total = self._nodes(f"Skip{kind}", [x, branch, *weights], attributes, num_outputs=4)
+            return self.node(f"Skip{kind}", [x, branch, *weights], attributes), x
+        output, *unused, total = self.several(f"Skip{kind}", [x, branch, *weights], attributes, num_outputs=4)
         for value in unused:
             value.name = ""
         return output, total
 
     def _pick_rows(self, x: ir.Value, width: int) -> ir.Value:
         """(B, K, width) -> (B, n, width)."""
-        flat = self._node("Reshape", [x, self._integers([-1, width])], domain="")
-        return self._node("Gather", [flat, self.inputs["logit_rows"]], {"axis": 0}, domain="")
+        flat = self.node("Reshape", [x, self.integers([-1, width])], domain="")
+        return self.node("Gather", [flat, self.inputs["logit_rows"]], {"axis": 0}, domain="")
 
     def _logits(self, x: ir.Value) -> ir.Value:
         logits, cap = self._linear([self.spec.head], x), self.spec.logit_softcap
         if cap is None:
             return logits
-        scaled = self._node("Div", [logits, self._scalar(cap)], domain="")
-        return self._node("Mul", [self._node("Tanh", [scaled], domain=""), self._scalar(cap)], domain="")
+        scaled = self.node("Div", [logits, self._scalar(cap)], domain="")
+        return self.node("Mul", [self.node("Tanh", [scaled], domain=""), self._scalar(cap)], domain="")
 
     # Matrix multiplications.
 
@@ -318,16 +284,16 @@ class _Lowering:
         if first.has_bias:
             bias = self._joined(linears, "bias", FLOAT, (rows,), (self._load(f"{y.name}.bias") for y in linears))
         if first.quantization is None:
-            y = self._node("FusedMatMul", [x, self._dense(linears)], {"transB": 1})
-            return y if bias is None else self._node("Add", [y, bias], domain="")
+            y = self.node("FusedMatMul", [x, self._dense(linears)], {"transB": 1})
+            return y if bias is None else self.node("Add", [y, bias], domain="")
         if layout.rounds_inputs(first):
             y = self._multiply_integers(linears, x)
-            return y if bias is None else self._node("Add", [y, bias], domain="")
+            return y if bias is None else self.node("Add", [y, bias], domain="")
         codes, scales, *zeros = self._packed(linears)
         packing = layout.packing(first)
         attributes = {"K": first.in_features, "N": rows, "bits": packing.bits, "block_size": packing.block}
         optional = [] if bias is None else [*([] if zeros else [None]), None, bias]
-        return self._node(
+        return self.node(
             "MatMulNBits",
             [x, codes, scales, *zeros, *optional],
             {**attributes, "accuracy_level": self.accuracy_level},
@@ -344,7 +310,7 @@ class _Lowering:
             self._joined(linears, "codes", INT8, (columns, rows), (weight,)),
             self._joined(linears, "scales", FLOAT, (rows,), (scales,)),
         ]
-        return self._node(INTEGER, [codes, stored[0], steps, stored[1], self._middle()])
+        return self.node(INTEGER, [codes, stored[0], steps, stored[1], self._middle()])
 
     def _round(self, x: ir.Value, width: int, input_scale: float | None) -> tuple[ir.Value, ir.Value]:
         """Codes (B, K, width) of an input, and their scale: of each token (B, K, 1), or the given one.
@@ -353,19 +319,19 @@ class _Lowering:
         """
         if (x, input_scale) not in self.rounded:
             if input_scale is None:
-                largest = self._node("ReduceMax", [self._node("Abs", [x], domain=""), self._integers([-1])], domain="")
-                scale = self._node("Div", [largest, self._scalar(numerics.INPUT_RANGE)], domain="")
+                largest = self.node("ReduceMax", [self.node("Abs", [x], domain=""), self.integers([-1])], domain="")
+                scale = self.node("Div", [largest, self._scalar(numerics.INPUT_RANGE)], domain="")
                 if self.is_picked not in self.middles:
-                    value, shape = ir.tensor(np.array([MIDDLE], np.uint8)), self._node("Shape", [scale], domain="")
-                    self.middles[self.is_picked] = self._node("ConstantOfShape", [shape], {"value": value}, domain="")
+                    value, shape = ir.tensor(np.array([MIDDLE], np.uint8)), self.node("Shape", [scale], domain="")
+                    self.middles[self.is_picked] = self.node("ConstantOfShape", [shape], {"value": value}, domain="")
                 middle, blocks = self.middles[self.is_picked], {"axis": -1, "block_size": width}
             else:
                 scale, middle, blocks = self._scalar(input_scale), self._middle(), {}
-            self.rounded[x, input_scale] = self._node("QuantizeLinear", [x, scale, middle], blocks, domain=""), scale
+            self.rounded[x, input_scale] = self.node("QuantizeLinear", [x, scale, middle], blocks, domain=""), scale
         return self.rounded[x, input_scale]
 
     def _middle(self) -> ir.Value:
-        return self._constant("middle", np.array(MIDDLE, dtype=np.uint8))
+        return self.constant("middle", np.array(MIDDLE, dtype=np.uint8))
 
     def _input_scale(self, linear: Linear) -> float | None:
         """Where the inputs of a linear are rounded by a static scale."""
@@ -430,44 +396,7 @@ class _Lowering:
         return values
 
     def _scalar(self, value: float) -> ir.Value:
-        return self._constant(f"scalar_{value}", np.array(value, dtype=np.float32))
-
-    def _integers(self, values: Sequence[int]) -> ir.Value:
-        return self._constant("integers_" + "_".join(map(str, values)), np.array(values, dtype=np.int64))
-
-    def _constant(self, name: str, array: NDArray[Any]) -> ir.Value:
-        if name not in self.constants:
-            tensor = ir.tensor(array, name=name)
-            self.constants[name] = ir.Value(
-                name=name, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype), const_value=tensor
-            )
-        return self.constants[name]
-
-    # Nodes.
-
-    def _split(self, x: ir.Value, widths: Sequence[int]) -> list[ir.Value]:
-        return self._nodes("Split", [x, self._integers(widths)], {"axis": -1}, domain="", num_outputs=len(widths))
-
-    def _node(
-        self, operator: str, inputs: Sequence[ir.Value | None], attributes: Any = None, domain: str = CONTRIB
-    ) -> ir.Value:
-        return self._nodes(operator, inputs, attributes, domain=domain)[0]
-
-    def _nodes(
-        self,
-        operator: str,
-        inputs: Sequence[ir.Value | None],
-        attributes: Any = None,
-        *,
-        domain: str = CONTRIB,
-        num_outputs: int = 1,
-    ) -> list[ir.Value]:
-        name = f"{operator}_{len(self.nodes)}"
-        node = ir.node(operator, inputs, attributes, domain=domain, num_outputs=num_outputs, name=name)
-        for i, value in enumerate(node.outputs):
-            value.name = f"{name}.{i}"
-        self.nodes.append(node)
-        return list(node.outputs)
+        return self.constant(f"scalar_{value}", np.array(value, dtype=np.float32))
 
 
 def _inputs(spec: ModelSpec, trees: bool) -> dict[str, ir.Value]:
@@ -482,20 +411,14 @@ def _inputs(spec: ModelSpec, trees: bool) -> dict[str, ir.Value]:
     if layout.needs_positions(spec, trees):
         declared.append(("positions", INT64, ("B", "K")))
     if trees:
-        declared += [(layout.bias_name(x), FLOAT, ("B", 1, "K", "M")) for x in layout.windows(spec)]
-    for i, rope in enumerate(layout.ropes(spec)):
+        declared += [(layout.bias_name(x), FLOAT, ("B", 1, "K", "M")) for x in shared.windows(spec)]
+    for i, rope in enumerate(shared.ropes(spec)):
         declared += [(f"{part}_{i}", FLOAT, ("M", len(rope.inv_freq))) for part in ("cos", "sin")]
     for i, layer in enumerate(spec.layers):
         if layer.kv_from_layer is None:
             shape = ("B", layer.num_kv_heads, "M", layer.head_dim)
             declared += [(f"past_{part}_{i}", FLOAT, shape) for part in ("keys", "values")]
-    return {
-        name: ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype)) for name, dtype, shape in declared
-    }
-
-
-def _size_bytes(dtype: ir.DataType, shape: Sequence[int]) -> int:
-    return math.prod(shape) * dtype.bitwidth // 8
+    return {name: declare(name, dtype, shape) for name, dtype, shape in declared}
 
 
 def _joined_name(linears: Sequence[Linear]) -> str:

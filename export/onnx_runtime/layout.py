@@ -6,18 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from strop.errors import UserError
-from strop.spec import LayerSpec, Linear, ModelSpec, Rope
+from strop.export._onnx.layout import attends_to
+from strop.spec import LayerSpec, Linear, ModelSpec
 
-MODEL = "model.onnx"
-DATA = "model.onnx.data"
-DATA_BYTES, ROPES = "strop.data_bytes", "strop.ropes"
-"""Metadata of model.onnx: size of the data file, and the rotary embeddings behind the inputs `cos_*` and `sin_*`."""
+ROPES = "strop.ropes"
+"""Metadata of model.onnx: the rotary embeddings behind the inputs `cos_*` and `sin_*`."""
 SMALLEST_BLOCK = 16
 LARGEST_BLOCK = 256
 LARGEST_2_BIT_BLOCK = 128
 """MatMulNBits refuses 2-bit blocks above 256 and computes 256 itself without its int8 kernel."""
-ALIGNMENT, PAGE, LARGE = 64, 4096, 1 << 16
-"""Where tensors begin in the data file: at a cache line, those of `LARGE` bytes and more at a page."""
 NODE_BYTES = 130
 """Of model.onnx, per node and per tensor; for estimates."""
 
@@ -92,12 +89,6 @@ def shares_codes(spec: ModelSpec) -> bool:
     return spec.is_tied and spec.head.quantization is not None
 
 
-def attends_to(spec: ModelSpec, index: int) -> int:
-    """The layer whose keys and values layer `index` reads: itself, or the one it shares with."""
-    shared = spec.layers[index].kv_from_layer
-    return index if shared is None else shared
-
-
 def rotates_inside(spec: ModelSpec, index: int) -> bool:
     """Whether GroupQueryAttention itself can rotate the queries and keys of a layer.
 
@@ -113,16 +104,6 @@ def rotates_inside(spec: ModelSpec, index: int) -> bool:
         and head_dim % 16 == 0
         and 2 * len(rope.inv_freq) % 16 == 0
     )
-
-
-def ropes(spec: ModelSpec) -> list[Rope]:
-    """The distinct rotary embeddings, in the order of the layers."""
-    return list(dict.fromkeys(x.rope for x in spec.layers if x.rope is not None))
-
-
-def windows(spec: ModelSpec) -> list[int | None]:
-    """The distinct windows, in the order of the layers."""
-    return list(dict.fromkeys(x.window for x in spec.layers))
 
 
 def bias_name(window: int | None) -> str:

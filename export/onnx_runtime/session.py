@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strop.errors import MissingExtra, UserError
+from strop.export._onnx import layout as shared
 from strop.export.onnx_runtime import layout, memory
 from strop.machine import instruction_sets
 from strop.program import Cache, Forward, Logits, Program, Step, Traits
@@ -37,7 +38,10 @@ DTYPES: Mapping[str, type[np.generic]] = {
     "tensor(float)": np.float32,
     "tensor(int32)": np.int32,
     "tensor(int64)": np.int64,
+    "tensor(bool)": np.bool_,
 }
+ROWS_BEFORE = "lengths"
+"""Input that only the graph of standard operators has: tokens that each row holds before the step."""
 
 
 def load(path: Path, traits: Traits) -> OnnxProgram:
@@ -58,7 +62,7 @@ def load(path: Path, traits: Traits) -> OnnxProgram:
         from onnxruntime.capi import onnxruntime_pybind11_state as state
     except ModuleNotFoundError as error:
         raise MissingExtra("onnxruntime", "onnx", "running an onnx_runtime program") from error
-    model, data = path / layout.MODEL, path / layout.DATA
+    model, data = path / shared.MODEL, path / shared.DATA
     for file in (model, data):
         if not file.is_file():
             raise UserError(f"{path}: not an onnx_runtime program, {file.name} is missing")
@@ -66,6 +70,8 @@ def load(path: Path, traits: Traits) -> OnnxProgram:
     options.intra_op_num_threads = traits.threads
     options.log_severity_level = 4
     options.add_session_config_entry("session.intra_op.spin_duration_us", SPIN_US)
+    # What it fuses DequantizeLinear and MatMul to would otherwise round inputs to int8, which the graph does not say.
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
     if not VNNI & set(instruction_sets()):
         options.add_session_config_entry("session.x64quantprecision", "1")
     before = memory.mappings()
@@ -100,16 +106,17 @@ class OnnxProgram(Program):
         }
         self.outputs = [x.name for x in session.get_outputs()]
         metadata = session.get_modelmeta().custom_metadata_map
-        size = (path / layout.DATA).stat().st_size
-        if metadata.get(layout.DATA_BYTES) != str(size):
+        size = (path / shared.DATA).stat().st_size
+        if metadata.get(shared.DATA_BYTES) != str(size):
             raise UserError(
-                f"{path / layout.DATA}: has {size} bytes, {layout.MODEL} asks for {metadata.get(layout.DATA_BYTES)}"
+                f"{path / shared.DATA}: has {size} bytes, {shared.MODEL} asks for {metadata.get(shared.DATA_BYTES)}"
             )
-        self.has_trees = any(x.startswith("bias") for x in self.inputs)
+        self.is_standard = ROWS_BEFORE in self.inputs
+        self.has_trees = any(x.startswith(("bias", "mask")) for x in self.inputs)
         vocab_size = session.get_outputs()[0].shape[2]
         if (vocab_size, self.has_trees) != (traits.vocab_size, traits.takes_trees):
-            raise UserError(f"{path / layout.MODEL}: is not the program that its strop.json describes")
-        self._ropes = json.loads(metadata[layout.ROPES])
+            raise UserError(f"{path / shared.MODEL}: is not the program that its strop.json describes")
+        self._ropes = json.loads(metadata.get(layout.ROPES, "[]"))
         self._tables: Tables = {}
 
     def allocate(self, batch: int, max_tokens: int) -> Cache:
@@ -122,13 +129,15 @@ class OnnxProgram(Program):
         capacity = cache[0].shape[2]
         past = [x for x in self.inputs if x.startswith("past_")]
         fixed = {**dict(zip(past, cache, strict=True)), **self._rotary(capacity)}
-        calls: OrderedDict[tuple[int, int], _Call] = OrderedDict()
+        calls: OrderedDict[tuple[int, int, int], _Call] = OrderedDict()
 
         def forward(step: Step) -> Logits:
-            key = (step.ids.shape[1], step.logit_rows.shape[1])
+            seen = shared.span(step, capacity) if self.is_standard else capacity
+            key = (step.ids.shape[1], step.logit_rows.shape[1], seen)
             call = calls.get(key)
             if call is None:
-                call = calls[key] = _Call(self, fixed, (len(step.ids), *key, capacity))
+                sizes = {"B": len(step.ids), "K": key[0], "n": key[1], "T": seen, "M": capacity}
+                call = calls[key] = _Call(self, fixed, sizes)
                 if len(calls) > KEPT_CALLS:
                     calls.popitem(last=False)
             else:
@@ -153,37 +162,44 @@ class OnnxProgram(Program):
 class _Call:
     """One shape of step: its buffers, bound by address, and what fills them."""
 
-    def __init__(self, program: OnnxProgram, fixed: Tables, sizes: tuple[int, int, int, int]) -> None:
-        batch, width, num_rows, capacity = sizes
-        named = {"B": batch, "K": width, "n": num_rows, "M": capacity}
+    def __init__(self, program: OnnxProgram, fixed: Tables, sizes: Mapping[str, int]) -> None:
+        batch, width = sizes["B"], sizes["K"]
         self.run, self.binding = program.session.run_with_iobinding, program.session.io_binding()
         self.run_options = program.giving_back if width >= LARGE_STEP else None
         self.buffers: dict[str, Array] = dict(fixed)
         for name, (dtype, shape) in program.inputs.items():
             if name not in fixed:
-                self.buffers[name] = np.zeros([named.get(x, x) for x in shape], DTYPES[dtype])
+                self.buffers[name] = np.zeros([sizes.get(x, x) for x in shape], DTYPES[dtype])
             self._bind(self.binding.bind_input, name, self.buffers[name])
-        self.logits: Logits = np.zeros((batch, num_rows, program.traits.vocab_size), np.float32)
+        self.logits: Logits = np.zeros((batch, sizes["n"], program.traits.vocab_size), np.float32)
         for name in program.outputs:
             # Keys and values are written where they are read; `keys_0.2` are layer 0's, which layer 2 shares.
             target = self.logits if name == "logits" else self.buffers[f"past_{name.partition('.')[0]}"]
             self._bind(self.binding.bind_output, name, target)
-        self.buffers["total"][0] = capacity
-        self.ids, self.counts, self.ends = self.buffers["ids"], self.buffers["counts"], self.buffers["ends"]
-        self.rows, self.positions = self.buffers["logit_rows"], self.buffers.get("positions")
+        if "total" in self.buffers:
+            self.buffers["total"][0] = sizes["M"]
+        self.ids, self.rows = self.buffers["ids"], self.buffers["logit_rows"]
+        self.lengths, self.positions = self.buffers.get(ROWS_BEFORE), self.buffers.get("positions")
+        self.counts, self.ends = self.buffers.get("counts"), self.buffers.get("ends")
         self.firsts = np.arange(batch, dtype=np.int64)[:, None] * width
         self.biases = [(_window(x), y[:, 0]) for x, y in self.buffers.items() if x.startswith("bias")]
+        self.masks = [(shared.mask_window(x), y) for x, y in self.buffers.items() if x.startswith("mask")]
 
     def __call__(self, step: Step) -> Logits:
         """Run a step: (B, n, vocab), overwritten by the next step of this shape."""
         self.ids[...] = step.ids
-        self.counts[...] = step.counts
-        self.ends[...] = step.lengths + step.counts - 1
+        if self.lengths is not None:
+            self.lengths[...] = step.lengths
+        if self.counts is not None and self.ends is not None:
+            self.counts[...] = step.counts
+            self.ends[...] = step.lengths + step.counts - 1
         self.rows[...] = step.logit_rows + self.firsts
         if self.positions is not None:
             self.positions[...] = step.positions
         for window, bias in self.biases:
             _fill(bias, step, window)
+        for window, mask in self.masks:
+            mask[...] = shared.visible(step, mask.shape[3], window)
         self.run(self.binding, self.run_options)
         return self.logits
 
