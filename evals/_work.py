@@ -98,8 +98,8 @@ def weight_bytes(linear: Linear, traits: Traits) -> int:
     """
     item = DTYPE_BYTES[traits.dtype]
     bias = item * linear.out_features if linear.has_bias else 0
-    is_integer = linear.quantization is not None and linear.quantization.activations is not None
-    if is_integer and traits.runtime == "eager":
+    keeps_codes = linear.quantization is not None and linear.quantization.activations is not None
+    if keeps_codes and traits.runtime == "eager":
         return linear.size_bytes(traits.dtype) + 3 * linear.in_features * linear.out_features
     if linear.quantization is None or traits.runtime in DEQUANTIZED:
         return item * linear.in_features * linear.out_features + bias
@@ -110,7 +110,7 @@ def weight_bytes(linear: Linear, traits: Traits) -> int:
     form = compiled.packing(linear)
     if traits.runtime == "torch_compile" and form is not None:
         return form.size_bytes(linear.out_features) + bias
-    return linear.size_bytes(traits.dtype) - (0 if is_integer else SHAPE_BYTES)
+    return linear.size_bytes(traits.dtype) - (SHAPE_BYTES if linear.quantization.is_packed else 0)
 
 
 def _cached_in_sight(layer: LayerSpec, cached: int, width: int) -> int:

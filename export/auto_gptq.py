@@ -131,6 +131,10 @@ def _setting(spec: ModelSpec) -> Quantization:
         kinds = "; ".join(f"{name}: {_told(q)}" for q, name in found.items())
         raise UserError(f"auto_gptq: the layout has one setting for all linears, found {kinds}")
     q = next(x for x in found if x is not None)
+    if q.format != "int":
+        raise UserError(
+            f"auto_gptq: the layout holds integers, found {q.format}; allowed: int; vLLM opens the checkpoint itself"
+        )
     if q.activations is not None:
         raise UserError(f"auto_gptq: inputs rounded to int8 ({q.activations}) have no place in the layout")
     for linear in list(spec.linears())[:-1]:
@@ -143,6 +147,8 @@ def _setting(spec: ModelSpec) -> Quantization:
 def _told(q: Quantization | None) -> str:
     if q is None:
         return "not quantized"
+    if q.format != "int":
+        return q.format
     return f"{q.bits} bits, group_size {q.group_size or 'null'}, {'' if q.symmetric else 'a'}symmetric"
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from strop.artifact import Artifact, Format, list_files
 from strop.program import Cache, Forward, Logits, Program, Step, Traits
 from strop.spec import DTYPE_BYTES, ModelSpec
-from strop.stage import Context, Plan, Stage
+from strop.stage import Context, Plan, Stage, Support
 
 if TYPE_CHECKING:
     from strop.layers import Decoder
@@ -46,6 +46,10 @@ class Eager(Stage):
         integer = [x for x in spec.linears() if x.quantization is not None and x.quantization.activations is not None]
         dense += (4 - DTYPE_BYTES[spec.dtype]) * sum(x.in_features * x.out_features for x in integer)
         return Plan(spec, spec.size_bytes(), dense, 1.0, tuple(notes))
+
+    def support(self, spec: ModelSpec) -> Support:  # noqa: ARG002 (all are)
+        """See `Stage.support`."""
+        return "dequantized"
 
     def run(self, source: Artifact, out: Path, context: Context) -> dict[str, Any]:
         """See `Stage.run`. The weights are not copied: the files of the checkpoint are linked."""

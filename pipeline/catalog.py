@@ -9,7 +9,7 @@ import importlib
 import inspect
 import types
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -20,9 +20,20 @@ from strop.calibration.tokens import CalibrationSpec
 from strop.errors import UserError, did_you_mean
 from strop.gate import Gate
 from strop.metric import Metric
+from strop.model import stored_format
 from strop.recipe import ModelSource, RecipeText, VariantText, built_in, describe_fields
 from strop.report import aligned
-from strop.stage import ArtifactRef, Stage
+from strop.spec import (
+    FLOAT_FORMATS,
+    Activations,
+    LayerSpec,
+    Linear,
+    ModelSpec,
+    Norm,
+    Quantization,
+    Rope,
+)
+from strop.stage import ArtifactRef, Stage, Support
 
 Kind = Literal["methods", "runtimes", "metrics", "recipes"]
 KINDS: dict[Kind, str] = {
@@ -38,6 +49,21 @@ PARTS: tuple[tuple[str, type[BaseModel]], ...] = (
     ("`variants:`, each", VariantText),
     ("`gates:`, each", Gate),
 )
+
+
+FORMATS: dict[str, Quantization] = {
+    **{f"bits: {x}": Quantization(x, 64, True) for x in (2, 3, 4, 8)},
+    **{f"bits: {x}, symmetric: false": Quantization(x, 64, False) for x in (2, 3, 4, 8)},
+    **{f"bits: 8, group_size: null, activations: {x}": Quantization(8, None, True, x) for x in get_args(Activations)},
+    "format: fp8": Quantization(8, None, True, format="fp8"),
+    **{f"format: fp8, activations: {x}": Quantization(8, None, True, x, "fp8") for x in get_args(Activations)},
+    **{
+        f"format: {x}": Quantization(y.bits, y.group_size, True, format=x)
+        for x, y in FLOAT_FORMATS.items()
+        if x != "fp8"
+    },
+}
+"""What a recipe writes -> what it gets."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +173,68 @@ def markdown() -> str:
             if entry.measures:
                 measures = ", ".join(f"`{x}` ({unit})" if unit else f"`{x}`" for x, unit in entry.measures)
                 lines += ["", f"Measures {measures}."]
+        if kind == "runtimes":
+            lines += _formats_table()
     return "\n".join(lines) + "\n"
+
+
+def support(runtime: str, q: Quantization) -> Support | None:
+    """How a runtime, with its default fields, holds weights of a format; None: it refuses them."""
+    stage = plugin.find("export", runtime, Stage)()
+    try:
+        return stage.support(_example(q))
+    except UserError:
+        return None
+
+
+def _formats_table() -> list[str]:
+    """Which format runs where."""
+    runtimes = plugin.names("export")
+    lines = [
+        "",
+        "### Number formats",
+        "",
+        "How a program holds the weights: `native`: in as many bits as the format has; `widened`: in more, its size",
+        "says so; `dequantized`: as floats, once it is loaded or at every step, which is right for quality and slow;",
+        "`refused`: `check` says so in one line. The checkpoint itself opens in vLLM and transformers.",
+        "",
+        f"| in a recipe | {' | '.join(f'`{x}`' for x in runtimes)} | stored as |",
+        f"| --- |{' --- |' * len(runtimes)} --- |",
+    ]
+    for text, q in FORMATS.items():
+        cells = [support(x, q) or "refused" for x in runtimes]
+        lines.append(f"| `{text}` | {' | '.join(cells)} | {stored_format(q)} |")
+    return lines
+
+
+def _example(q: Quantization) -> ModelSpec:
+    """A llama of one layer whose linears, the head apart, are stored in a format."""
+    width, vocab = 256, 512
+    norm = Norm("model.norm", width, "rms", 1e-5)
+    names = {
+        "self_attn": {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj"},
+        "mlp": {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"},
+    }
+    linears = {
+        role: Linear(f"model.layers.0.{part}.{name}", width, width)
+        for part, roles in names.items()
+        for role, name in roles.items()
+    }
+    layer = LayerSpec(
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=64,
+        intermediate_size=width,
+        attention_scale=0.125,
+        linears=linears,
+        input_norm=replace(norm, name="model.layers.0.input_layernorm"),
+        mlp_norm=replace(norm, name="model.layers.0.post_attention_layernorm"),
+        activation="silu",
+        rope=Rope(tuple(1e4 ** (-i / 32) for i in range(32))),
+    )
+    head = Linear("lm_head", width, vocab)
+    spec = ModelSpec("llama", "float32", vocab, width, 512, "model.embed_tokens", (layer,), norm, head, False)
+    return spec.quantize({x.name: q for x in linears.values()})
 
 
 def _entry(kind: Kind, name: str, part: type[BaseModel]) -> Entry:

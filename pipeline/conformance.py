@@ -285,9 +285,11 @@ def _check_values(folder: Path, spec: ModelSpec, source: Path | None) -> None:
             if linear.quantization is None:
                 continue
             codes, scale, _ = load_packed(weights, linear)
+            if not bool(scale.isfinite().all() and codes.float().isfinite().all()):
+                raise ConformanceError(f"{folder}: {linear.name} holds values that are not finite")
             if not bool(scale.all()):
                 raise ConformanceError(f"{folder}: {linear.name} has scales of zero")
-            if linear.quantization.activations is None:
+            if linear.quantization.is_packed:
                 shape = weights.load(f"{linear.name}.weight_shape").tolist()
                 if shape != [linear.out_features, linear.in_features]:
                     raise ConformanceError(f"{folder}: {linear.name}.weight_shape is {shape}")
@@ -295,11 +297,11 @@ def _check_values(folder: Path, spec: ModelSpec, source: Path | None) -> None:
             if is_static and not bool(weights.load(f"{linear.name}.input_scale") > 0):
                 raise ConformanceError(f"{folder}: {linear.name}.input_scale is not positive")
             if _is_constant(codes) and not (source is not None and _has_constant(source, linear)):
-                raise ConformanceError(f"{folder}: every code of {linear.name} is {int(codes.flatten()[0])}")
+                raise ConformanceError(f"{folder}: every code of {linear.name} is {float(codes.flatten()[0]):g}")
 
 
 def _is_constant(values: Tensor) -> bool:
-    return bool((values == values.flatten()[0]).all())
+    return bool((values.float() == values.flatten()[0].float()).all())
 
 
 def _has_constant(folder: Path, linear: Linear) -> bool:

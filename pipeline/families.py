@@ -15,7 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strop.errors import UserError, did_you_mean
-from strop.spec import Activations, DType, LayerSpec, Linear, ModelSpec, Norm, Quantization, Rope
+from strop.spec import (
+    FLOAT_FORMATS,
+    Activations,
+    DType,
+    LayerSpec,
+    Linear,
+    ModelSpec,
+    Norm,
+    NumberFormat,
+    Quantization,
+    Rope,
+)
 
 Config = Mapping[str, Any]
 Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -52,6 +63,21 @@ ACTIVATIONS: Mapping[str, Activation] = {
 }
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 BITS = (2, 3, 4, 8)
+FORMATS: Mapping[str, NumberFormat] = {
+    "pack-quantized": "int",
+    "int-quantized": "int",
+    "float-quantized": "fp8",
+    "mxfp4-pack-quantized": "mxfp4",
+    "nvfp4-pack-quantized": "nvfp4",
+}
+"""What compressed-tensors calls a format -> what is stored in it."""
+GROUPED = ("group", "tensor_group")
+STRATEGIES: Mapping[str, tuple[str, ...]] = {
+    "fp8": ("channel", "tensor"),
+    "mxfp4": ("group",),
+    "nvfp4": ("tensor_group",),
+}
+"""What may share a scale, in its words."""
 LARGEST_HEAD_DIM = 4096
 """Far above any model's; keeps a damaged config from filling memory with frequencies."""
 UNSAID_CONTEXT = 2048
@@ -522,7 +548,7 @@ def _longrope(periods: Floats, rope: Config, factor: float, original: int) -> tu
     return (1 / (np.array(numbers, dtype=np.float32) * periods)).astype(np.float32), attention
 
 
-# Quantized checkpoints (compressed-tensors, pack-quantized, and int-quantized where inputs are rounded too).
+# Quantized checkpoints (compressed-tensors).
 
 
 def _read_quantizations(config: Config, spec: ModelSpec, tensors: Tensors) -> dict[str, Quantization]:
@@ -530,7 +556,7 @@ def _read_quantizations(config: Config, spec: ModelSpec, tensors: Tensors) -> di
     packed = [
         name
         for name in (x.name for x in spec.linears())
-        if f"{name}.weight_packed" in tensors or tensors.get(f"{name}.weight", ("", ()))[0] == "I8"
+        if f"{name}.weight_packed" in tensors or tensors.get(f"{name}.weight", ("", ()))[0] in ("I8", "F8_E4M3")
     ]
     settings = _section(config, "quantization_config") or _section(config, "compression_config")
     if not settings:
@@ -540,7 +566,7 @@ def _read_quantizations(config: Config, spec: ModelSpec, tensors: Tensors) -> di
     if settings.get("quant_method") != "compressed-tensors" or settings.get("kv_cache_scheme"):
         raise UserError(
             f"config.json: quantization_config of {_brief(settings.get('quant_method'))} is not supported; allowed: "
-            "compressed-tensors with format pack-quantized or int-quantized and no kv_cache_scheme"
+            f"compressed-tensors with format {', '.join(FORMATS)} and no kv_cache_scheme"
         )
     targets = _targets(settings)
     ignored = _names(settings, "ignore")
@@ -591,31 +617,39 @@ def _quantization(group: Config, outer_format: object) -> Quantization:
     weights = _section(group, "weights")
     form = group.get("format") or outer_format
     bits, strategy = weights.get("num_bits"), weights.get("strategy")
+    format: NumberFormat = FORMATS.get(str(form), "int")
+    kind, size = "int" if format == "int" else "float", _count(weights, "group_size") if strategy in GROUPED else None
     is_symmetric = bool(weights.get("symmetric", True))
-    activations = _activations(_section(group, "input_activations"))
-    is_packed = form == "pack-quantized" and not group.get("input_activations")
-    is_w8a8 = form == "int-quantized" and activations and (bits, strategy, is_symmetric) == (8, "channel", True)
-    is_supported = (
-        (is_packed or is_w8a8)
-        and weights.get("type", "int") == "int"
-        and strategy in ("group", "channel")
-        and not group.get("output_activations")
-        and not weights.get("dynamic")
-    )
-    if not is_supported or not isinstance(bits, int) or bits not in BITS:
+    inputs = _section(group, "input_activations")
+    activations = _activations(inputs, kind)
+    if format == "int":
+        is_packed = form == "pack-quantized" and not inputs and bits in BITS and strategy in ("group", "channel")
+        is_w8a8 = form == "int-quantized" and activations and (bits, strategy, is_symmetric) == (8, "channel", True)
+        is_supported = bool(is_packed or is_w8a8)
+    else:
+        only, strategies = FLOAT_FORMATS[format], STRATEGIES[format]
+        is_fit = strategy in strategies and is_symmetric and (bits, size) == (only.bits, only.group_size)
+        is_supported = is_fit and (not inputs or (format == "fp8" and activations is not None))
+    is_plain = weights.get("type", "int") == kind and not group.get("output_activations") and not weights.get("dynamic")
+    if not (is_supported and is_plain and isinstance(bits, int)):
         raise UserError(
             f"config.json: quantization_config with format {_brief(form)}, {_brief(bits)} bits, type "
             f"{_brief(weights.get('type'))}, strategy {_brief(strategy)} is not supported; allowed: pack-quantized "
-            f"integers of {', '.join(map(str, BITS))} bits, group or channel, weights only; int-quantized of 8 bits, "
-            "symmetric, channel, with symmetric int8 inputs, dynamic by token or static by tensor"
+            f"ints of {', '.join(map(str, BITS))} bits, group or channel, weights only; int-quantized of 8 bits, "
+            "symmetric, channel, with int8 inputs; float-quantized of 8 bits, channel or tensor, with such inputs or "
+            "none; mxfp4- and nvfp4-pack-quantized"
         )
-    size = _count(weights, "group_size") if strategy == "group" else None
-    return Quantization(bits, size, is_symmetric, activations)
+    return Quantization(bits, size, is_symmetric, activations, format, strategy == "tensor")
 
 
-def _activations(inputs: Config) -> Activations | None:
-    """How inputs are rounded; None where they are not, or in a way that is not known here."""
-    if (inputs.get("num_bits"), inputs.get("type", "int"), inputs.get("symmetric", True)) != (8, "int", True):
+def _activations(inputs: Config, kind: str) -> Activations | None:
+    """How inputs are rounded; None where they are not, or in a way that is not known here.
+
+    Args:
+        inputs: The config of inputs.
+        kind: Type that the weights have.
+    """
+    if (inputs.get("num_bits"), inputs.get("type", "int"), inputs.get("symmetric", True)) != (8, kind, True):
         return None
     if inputs.get("dynamic"):
         return "dynamic" if inputs.get("strategy") == "token" else None
@@ -648,22 +682,5 @@ def expected_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     for linear in spec.linears():
         if linear is spec.head and spec.is_tied and linear.quantization is None:
             continue
-        shapes.update(_linear_shapes(linear))
-    return shapes
-
-
-def _linear_shapes(linear: Linear) -> dict[str, tuple[int, ...]]:
-    name, rows, columns, q = linear.name, linear.out_features, linear.in_features, linear.quantization
-    shapes: dict[str, tuple[int, ...]] = {f"{name}.bias": (rows,)} if linear.has_bias else {}
-    if q is None:
-        shapes[f"{name}.weight"] = (columns, rows) if linear.is_transposed else (rows, columns)
-        return shapes
-    if q.activations is not None:
-        inputs = {f"{name}.input_scale": (1,)} if q.activations == "static" else {}
-        return {**shapes, f"{name}.weight": (rows, columns), f"{name}.weight_scale": (rows, 1), **inputs}
-    shapes[f"{name}.weight_packed"] = (rows, -(-columns * q.bits // 32))
-    shapes[f"{name}.weight_scale"] = (rows, linear.num_groups())
-    shapes[f"{name}.weight_shape"] = (2,)
-    if not q.symmetric:
-        shapes[f"{name}.weight_zero_point"] = (-(-rows * q.bits // 32), linear.num_groups())
+        shapes.update({f"{linear.name}.{part}": shape for part, (_, shape) in linear.parts().items()})
     return shapes

@@ -20,6 +20,12 @@ Rotary = tuple[Tensor, Tensor]
 """cos and signed sin, each (B, 1, K, 2·len(inv_freq)): x·cos + swapped halves of x·sin."""
 Attend = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 """q (B, heads, K, D), k and v (B, kv_heads, K, D) or None for a layer without its own -> (B, heads, K, D)."""
+_STORED: Mapping[str, torch.dtype] = {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "U8": torch.uint8,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+}
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -131,6 +137,63 @@ class IntegerLinear(nn.Module):
             input_scale = numerics.token_scales(x) if self.input_scale is None else self.input_scale.float()
             inputs, scale = numerics.round_inputs(x, input_scale), input_scale * scale
         y = (F.linear(inputs, self.codes.float()) * scale).to(x.dtype)
+        return y if self.bias is None else y + self.bias
+
+
+class FloatLinear(nn.Module):
+    """y = W x + b with W in a float format, exactly the tensors of the checkpoint, and x rounded to fp8 or not.
+
+    Dequantized at every call. Products of two numbers of fp8 are exact in float32, so where x is rounded too, this is
+    what an fp8 engine computes, but for the order of sums and of scaling.
+
+    Attributes:
+        quantization: Of W.
+        parts: Names of the buffers that hold W and the scale of inputs, those of `Linear.parts`.
+        bias: (out,) or None.
+        rounds_inputs: False: x stays as it is.
+    """
+
+    bias: Tensor | None
+
+    def __init__(self, linear: Linear, dtype: torch.dtype) -> None:
+        super().__init__()
+        assert linear.quantization is not None
+        self.quantization = linear.quantization
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        stored = {part: x for part, x in linear.parts().items() if part != "bias"}
+        self.parts = tuple(stored)
+        for part, (kind, shape) in stored.items():
+            assert kind is not None
+            self.register_buffer(part, torch.empty(shape, dtype=_STORED[kind]))
+        self.register_buffer("bias", torch.empty(linear.out_features, dtype=dtype) if linear.has_bias else None)
+        self.rounds_inputs = linear.quantization.activations is not None
+
+    def dense(self) -> Tensor:
+        """W (out, in), float32."""
+        return numerics.dequantize(*numerics.load_floats(self.get_buffer, self.quantization))
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """Rows of W, float32: (*indices.shape, in)."""
+        flat = indices.flatten()
+
+        def load(part: str) -> Tensor:
+            stored = self.get_buffer(part)
+            return stored[flat] if stored.ndim == 2 else stored
+
+        rows = numerics.dequantize(*numerics.load_floats(load, self.quantization))
+        return rows.reshape(*indices.shape, self.in_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, in) -> (…, out), in the dtype of x."""
+        if self.quantization.activations is None:
+            return F.linear(x, self.dense().to(x.dtype), self.bias)
+        codes, scale, _ = numerics.load_floats(self.get_buffer, self.quantization)
+        inputs, scale = x.float(), scale.T
+        if self.rounds_inputs:
+            is_static = self.quantization.activations == "static"
+            input_scale = self.get_buffer("input_scale").float() if is_static else numerics.token_scales(x, "fp8")
+            inputs, scale = numerics.round_inputs(x, input_scale, "fp8"), input_scale * scale
+        y = (F.linear(inputs, codes.float()) * scale).to(x.dtype)
         return y if self.bias is None else y + self.bias
 
 
@@ -336,7 +399,7 @@ class Decoder(nn.Module):
         """
         if self.embedding is not None:
             x = F.embedding(ids, self.embedding.weight)
-        elif isinstance(self.head, QuantLinear | IntegerLinear):
+        elif isinstance(self.head, QuantLinear | IntegerLinear | FloatLinear):
             x = self.head.rows(ids).to(self.dtype)
         else:
             assert isinstance(self.head, nn.Linear)
@@ -471,25 +534,28 @@ def cache_slots(spec: ModelSpec) -> list[int]:
 def fold(decoder: Decoder) -> None:
     """Unpack weights for good, in place, one at a time, so that no step does it.
 
-    Every `QuantLinear` becomes a dense `nn.Linear` of the decoder's dtype, the codes of every `IntegerLinear` float32.
+    Every `QuantLinear`, and every `FloatLinear` that does not round its inputs, becomes a dense `nn.Linear` of the
+    decoder's dtype, the codes of every `IntegerLinear` and of the other `FloatLinear` float32.
     """
     for linear in decoder.spec.linears():
         module = decoder.linear(linear.name)
-        if isinstance(module, QuantLinear):
-            decoder.replace_linear(linear.name, _dense(module, decoder.dtype))
-        elif isinstance(module, IntegerLinear):
+        if isinstance(module, IntegerLinear):
             module.codes = module.codes.float()
+        elif isinstance(module, FloatLinear) and module.quantization.activations is not None:
+            module.weight = module.get_buffer("weight").float()
+        elif isinstance(module, QuantLinear | FloatLinear):
+            decoder.replace_linear(linear.name, _dense(module, decoder.dtype))
 
 
 def round_inputs(decoder: Decoder, *, rounds: bool) -> None:
-    """Let every `IntegerLinear` round its inputs, or take them as they are, in place."""
+    """Let every linear of 8-bit inputs round them, or take them as they are, in place."""
     for linear in decoder.spec.linears():
         module = decoder.linear(linear.name)
-        if isinstance(module, IntegerLinear):
+        if isinstance(module, IntegerLinear | FloatLinear):
             module.rounds_inputs = rounds
 
 
-def _dense(module: QuantLinear, dtype: torch.dtype) -> nn.Linear:
+def _dense(module: QuantLinear | FloatLinear, dtype: torch.dtype) -> nn.Linear:
     linear = _empty_linear(module.in_features, module.out_features, module.bias is not None, dtype)
     with torch.no_grad():
         linear.weight.copy_(module.dense())
@@ -645,7 +711,9 @@ def _rotate(x: Tensor, rotary: Rotary) -> Tensor:
 
 def _linear(linear: Linear, dtype: torch.dtype) -> nn.Module:
     if linear.quantization is not None:
-        return QuantLinear(linear, dtype) if linear.quantization.activations is None else IntegerLinear(linear, dtype)
+        if linear.quantization.format != "int":
+            return FloatLinear(linear, dtype)
+        return QuantLinear(linear, dtype) if linear.quantization.is_packed else IntegerLinear(linear, dtype)
     return _empty_linear(linear.in_features, linear.out_features, linear.has_bias, dtype)
 
 
@@ -679,6 +747,8 @@ def _stored(name: str, module: nn.Module, is_transposed: bool) -> dict[str, Tens
         found[f"{name}.weight"], found[f"{name}.weight_scale"] = module.codes, module.scale
         if module.input_scale is not None:
             found[f"{name}.input_scale"] = module.input_scale
+    elif isinstance(module, FloatLinear):
+        found.update({f"{name}.{part}": module.get_buffer(part) for part in module.parts})
     else:
         assert isinstance(module, nn.Linear)
         found[f"{name}.weight"] = module.weight.T if is_transposed else module.weight

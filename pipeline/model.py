@@ -47,8 +47,10 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 FLOATS: Mapping[str, DType] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 STORED_AS: Mapping[DType, str] = {dtype: name for name, dtype in FLOATS.items()}
 TORCH_NAMES: Mapping[str, str] = {
-    **FLOATS, "F64": "float64", "I64": "int64", "I32": "int32", "I8": "int8", "U8": "uint8"
+    **FLOATS, "F64": "float64", "I64": "int64", "I32": "int32", "I8": "int8", "U8": "uint8", "F8_E4M3": "float8_e4m3fn"
 }  # fmt: skip
+SCALES = (".weight_scale", ".input_scale", ".weight_global_scale")
+"""How names of scales end."""
 
 
 # Reading.
@@ -119,7 +121,7 @@ def _recast_headers(config: Mapping[str, Any], headers: Headers, dtype: DType) -
 def _main_dtype(headers: Headers) -> DType:
     counts = dict.fromkeys(FLOATS, 0)
     for name, (dtype, shape) in headers.items():
-        if dtype in counts and not name.endswith((".weight_scale", ".input_scale")):
+        if dtype in counts and not name.endswith(SCALES):
             counts[dtype] += math.prod(shape)
     most = max(counts, key=lambda x: counts[x])
     if counts[most] == 0:
@@ -196,7 +198,8 @@ def load_packed(weights: Weights, linear: Linear) -> tuple[Tensor, Tensor, Tenso
         linear: A linear with a quantization.
 
     Returns:
-        Codes (out, in) int8, scale (out, groups) float32, zero (out, groups) int8; zeros where it is symmetric.
+        Codes (out, in) of `numerics.code_dtype`, scale (out, groups) float32, zero (out, groups) int8; zeros where it
+        is symmetric.
     """
     return _unpack(linear, lambda part: weights.load(f"{linear.name}.{part}"))
 
@@ -205,11 +208,13 @@ def _unpack(linear: Linear, load: Callable[[str], Tensor]) -> tuple[Tensor, Tens
     """As `load_packed`, from a function that gives the stored parts by name."""
     import torch
 
-    from strop.numerics import unpack
+    from strop.numerics import load_floats, unpack
 
     q = _quantization(linear)
+    if q.format != "int":
+        return load_floats(load, q)
     rows, columns, groups = linear.out_features, linear.in_features, linear.num_groups()
-    codes = load("weight") if q.activations else unpack(load("weight_packed"), q.bits, (rows, columns))
+    codes = unpack(load("weight_packed"), q.bits, (rows, columns)) if q.is_packed else load("weight")
     scale = load("weight_scale").float()
     if q.symmetric:
         return codes, scale, torch.zeros((rows, groups), dtype=torch.int8)
@@ -227,7 +232,13 @@ def _quantization(linear: Linear) -> Quantization:
 
 
 def packed_tensors(
-    linear: Linear, codes: Tensor, scale: Tensor, zero: Tensor, input_scale: Tensor | None = None
+    linear: Linear,
+    codes: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    input_scale: Tensor | None = None,
+    *,
+    global_scale: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """A quantized linear as compressed-tensors stores it.
 
@@ -236,15 +247,17 @@ def packed_tensors(
 
     Args:
         linear: With the quantization that the codes are of.
-        codes: Q (out, in), int8.
-        scale: s (out, groups), float32 holding bfloat16 values.
+        codes: Q (out, in), of `numerics.code_dtype`.
+        scale: s (out, groups), float32 as `numerics.find_scales` rounds them: of integers, bfloat16 values.
         zero: z (out, groups), int8; not stored where the format is symmetric.
         input_scale: One value, float32 holding a bfloat16 value, where inputs are rounded by a static scale.
+        global_scale: Of nvfp4, the `numerics.global_scale` of all linears that engines run as one; None: of this one.
 
     Returns:
         Tensor name -> tensor: `weight_packed` int32, `weight_scale` bfloat16, `weight_shape` int64, and where it is
         asymmetric `weight_zero_point` int32, packed along the rows. Where inputs are rounded: `weight` int8,
-        `weight_scale`, and where that is static `input_scale` bfloat16 (1,).
+        `weight_scale`, and where that is static `input_scale` bfloat16 (1,). Of float formats as
+        `numerics.store_floats`.
 
     Raises:
         ValueError: A scale is not a bfloat16 value: the codes were computed with another one. Or the scale of inputs
@@ -252,20 +265,22 @@ def packed_tensors(
     """
     import torch
 
-    from strop.numerics import pack
+    from strop.numerics import pack, store_floats
 
     q = _quantization(linear)
-    rounded = _stored_scale(linear, scale)
-    if q.activations is not None:
-        tensors = {f"{linear.name}.weight": codes, f"{linear.name}.weight_scale": rounded}
+    if not q.is_packed:
+        if q.format == "int":
+            parts = {"weight": codes, "weight_scale": _stored_scale(linear, scale)}
+        else:
+            parts = store_floats(codes, scale, q, global_scale)
         if q.activations == "static":
             if input_scale is None:
                 raise ValueError(f"{linear.name}: no scale for its inputs")
-            tensors[f"{linear.name}.input_scale"] = _stored_scale(linear, input_scale.reshape(1))
-        return tensors
+            parts["input_scale"] = _stored_scale(linear, input_scale.reshape(1))
+        return {f"{linear.name}.{part}": tensor for part, tensor in parts.items()}
     tensors = {
         f"{linear.name}.weight_packed": pack(codes, q.bits),
-        f"{linear.name}.weight_scale": rounded,
+        f"{linear.name}.weight_scale": _stored_scale(linear, scale),
         f"{linear.name}.weight_shape": torch.tensor([linear.out_features, linear.in_features], dtype=torch.int64),
     }
     if not q.symmetric:
@@ -284,14 +299,9 @@ def _stored_scale(linear: Linear, scale: Tensor) -> Tensor:
 
 def stored_tensors(spec: ModelSpec) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Tensor name -> (safetensors dtype, shape) of a checkpoint that holds just what its table describes."""
-    packed = {"weight_packed": "I32", "weight_zero_point": "I32", "weight_shape": "I64"}
-    special = {**packed, "weight_scale": "BF16", "input_scale": "BF16"}
-    codes = {f"{x.name}.weight" for x in spec.linears() if x.quantization and x.quantization.activations}
     main = STORED_AS[spec.dtype]
-    return {
-        name: ("I8" if name in codes else special.get(name.rsplit(".", 1)[1], main), shape)
-        for name, shape in sorted(expected_shapes(spec).items())
-    }
+    special = {f"{x.name}.{part}": kind for x in spec.linears() for part, (kind, _) in x.parts().items()}
+    return {name: (special.get(name) or main, shape) for name, shape in sorted(expected_shapes(spec).items())}
 
 
 def save_checkpoint(out: Path, spec: ModelSpec, source: Path, changed: Iterable[tuple[str, Tensor | None]]) -> None:
@@ -385,8 +395,7 @@ def _recast(name: str, stored: Stored, dtype: str, shape: tuple[int, ...]) -> Pi
         import torch
 
         values = torch.frombuffer(bytearray(stored.read()), dtype=getattr(torch, TORCH_NAMES[stored.dtype]))
-        is_scale = name.endswith((".weight_scale", ".input_scale"))
-        if is_scale and not torch.equal(values.to(torch.bfloat16).to(values.dtype), values):
+        if name.endswith(SCALES) and not torch.equal(values.to(torch.bfloat16).to(values.dtype), values):
             raise UserError(f"{stored.file}: {name} holds scales that bfloat16, which strop keeps them in, cannot hold")
         return tensor_bytes(values, dtype)
 
@@ -420,7 +429,7 @@ def write_config(out: Path, spec: ModelSpec, config: Mapping[str, Any]) -> None:
             groups.setdefault(linear.quantization, []).append(linear.name)
     kept["tie_word_embeddings"] = spec.is_tied and spec.head.quantization is None
     if groups:
-        formats = sorted({_format(q) for q in groups})
+        formats = sorted({stored_format(q) for q in groups})
         kept["quantization_config"] = {
             "quant_method": "compressed-tensors",
             "format": formats[0] if len(formats) == 1 else "mixed-precision",
@@ -428,35 +437,43 @@ def write_config(out: Path, spec: ModelSpec, config: Mapping[str, Any]) -> None:
             "config_groups": {f"group_{i}": _config_group(q, names) for i, (q, names) in enumerate(groups.items())},
             "ignore": [x.name for x in spec.linears() if x.quantization is None],
         }
-        if [q.symmetric for q in groups] == [False]:
+        if len(groups) == 1 and not next(iter(groups)).symmetric:
             # compressed-tensors 0.18 to 0.20 prepare packed zero points in the wrong shape, so transformers opens
             # asymmetric codes only by dequantizing at once. That rounds weights to bfloat16, the scales' dtype, and
             # takes the first group's format for every linear, so a mix with asymmetric groups stays closed to it.
             kept["quantization_config"]["dequantize"] = True
+        if len(groups) == 1 and "fp4" in next(iter(groups)).format and spec.dtype != "bfloat16":
+            # It unpacks these formats to bfloat16, which holds them exactly, and leaves them so unless at once.
+            kept["quantization_config"]["dequantize"] = True
     write_json(out / CONFIG, kept)
 
 
-def _format(q: Quantization) -> str:
+def stored_format(q: Quantization) -> str:
     """What compressed-tensors calls it. Engines that multiply integers take int8 weights as they are, not packed."""
-    return "pack-quantized" if q.activations is None else "int-quantized"
+    floats = {"fp8": "float-quantized", "mxfp4": "mxfp4-pack-quantized", "nvfp4": "nvfp4-pack-quantized"}
+    return floats.get(q.format) or ("pack-quantized" if q.is_packed else "int-quantized")
 
 
 def _config_group(q: Quantization, names: list[str]) -> dict[str, Any]:
+    kind = "int" if q.format == "int" else "float"
     inputs = None
     if q.activations is not None:
         is_dynamic = q.activations == "dynamic"
         strategy = "token" if is_dynamic else "tensor"
-        inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": strategy, "dynamic": is_dynamic}
+        inputs = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": strategy, "dynamic": is_dynamic}
+    strategy = "tensor" if q.per_tensor else "channel" if q.group_size is None else "group"
+    scales = {"mxfp4": {"scale_dtype": "torch.uint8"}, "nvfp4": {"scale_dtype": "torch.float8_e4m3fn"}}
     return {
         "targets": names,
-        "format": _format(q),
+        "format": stored_format(q),
         "weights": {
             "num_bits": q.bits,
-            "type": "int",
+            "type": kind,
             "symmetric": q.symmetric,
-            "strategy": "channel" if q.group_size is None else "group",
+            "strategy": "tensor_group" if q.format == "nvfp4" else strategy,
             "group_size": q.group_size,
             "dynamic": False,
+            **scales.get(q.format, {}),
         },
         "input_activations": inputs,
         "output_activations": None,

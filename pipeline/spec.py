@@ -20,30 +20,66 @@ DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 ROLES = (("qkv", "q", "k", "v"), ("o",), ("gate_up", "gate", "up"), ("down",))
 """Of a layer's linears, in the order of computation, those together that read the same input."""
 SCALE_BYTES = 2
-"""Scales of quantized linears are stored in bfloat16 (see numerics.round_scales)."""
+"""Scales that are no part of a number format are stored in bfloat16 (see numerics.round_scales)."""
+PART_BYTES: Mapping[str, int] = {"I64": 8, "F32": 4, "I32": 4, "BF16": SCALE_BYTES, "I8": 1, "U8": 1, "F8_E4M3": 1}
+"""safetensors dtype -> bytes of one value, of what quantized linears are stored in."""
 
 
 Activations = Literal["dynamic", "static"]
+NumberFormat = Literal["int", "fp8", "mxfp4", "nvfp4"]
+
+
+@dataclass(frozen=True)
+class FloatFormat:
+    """What a floating-point format leaves no choice about.
+
+    Attributes:
+        bits: Of an element.
+        group_size: Inputs that share one scale; None: they are one output channel, or all of the matrix.
+    """
+
+    bits: int
+    group_size: int | None
+
+
+FLOAT_FORMATS: Mapping[str, FloatFormat] = {
+    "fp8": FloatFormat(8, None),
+    "mxfp4": FloatFormat(4, 32),
+    "nvfp4": FloatFormat(4, 16),
+}
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """How one linear is computed: its weight in integers, and maybe its inputs.
+    """How one linear is computed: its weight in few bits, and maybe its inputs.
 
-    Stored as compressed-tensors pack-quantized, with integer inputs as its int-quantized.
+    Integers are stored as compressed-tensors pack-quantized, with integer inputs as its int-quantized; the other
+    formats as its float-quantized, mxfp4-pack-quantized and nvfp4-pack-quantized.
 
     Attributes:
-        bits: 2, 3, 4 or 8.
-        group_size: Inputs that share one scale; None: one scale per output channel.
+        bits: 2, 3, 4 or 8; what `FLOAT_FORMATS` says where the format is not `int`.
+        group_size: Inputs that share one scale; None: one scale per output channel. As `bits`.
         symmetric: True: no zero points, codes in [-2^(bits-1), 2^(bits-1) - 1]. False: integer zero points.
-        activations: Inputs are rounded to int8, symmetric (W8A8). `dynamic`: each token by a scale from its own largest
-            value. `static`: all by one scale, found by calibration and stored. None: they are not rounded.
+        activations: Inputs are rounded to the weight's 8-bit format, symmetric (W8A8). `dynamic`: each token by a scale
+            from its own largest value. `static`: all by one scale, found by calibration and stored. None: they are not
+            rounded.
+        format: What a weight is. `int`: an integer. `fp8`: E4M3, up to 448, without infinities (Micikevicius et al.
+            2022, arXiv 2209.05433). `mxfp4`: E2M1, blocks with a power of two as scale (OCP Microscaling v1.0; Rouhani
+            et al. 2023, arXiv 2310.10537). `nvfp4`: E2M1, blocks with a scale in E4M3, and one in float32 over them.
+        per_tensor: Of fp8: one scale for the whole matrix.
     """
 
     bits: int
     group_size: int | None
     symmetric: bool
     activations: Activations | None = None
+    format: NumberFormat = "int"
+    per_tensor: bool = False
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether it is integers in int32 words, without rounded inputs: the form that most runtimes take."""
+        return self.format == "int" and self.activations is None
 
 
 CacheFormat = Literal["int8", "int4", "fp8"]
@@ -102,20 +138,33 @@ class Linear:
             return 1
         return self.in_features // self.quantization.group_size
 
+    def parts(self) -> dict[str, tuple[str | None, tuple[int, ...]]]:
+        """Its stored tensors: last part of the name -> (safetensors dtype, None for the model's; shape)."""
+        rows, columns, groups, q = self.out_features, self.in_features, self.num_groups(), self.quantization
+        found: dict[str, tuple[str | None, tuple[int, ...]]] = {"bias": (None, (rows,))} if self.has_bias else {}
+        if q is None:
+            return {**found, "weight": (None, (columns, rows) if self.is_transposed else (rows, columns))}
+        if q.is_packed:
+            found["weight_packed"] = "I32", (rows, -(-columns * q.bits // 32))  # rows padded to whole words
+            found["weight_scale"], found["weight_shape"] = ("BF16", (rows, groups)), ("I64", (2,))
+            if not q.symmetric:
+                found["weight_zero_point"] = "I32", (-(-rows * q.bits // 32), groups)
+        elif q.bits == 8:
+            found["weight"] = "I8" if q.format == "int" else "F8_E4M3", (rows, columns)
+            found["weight_scale"] = "BF16", (1,) if q.per_tensor else (rows, 1)
+            if q.activations == "static":
+                found["input_scale"] = "BF16", (1,)
+        else:
+            found["weight_packed"] = "U8", (rows, columns // 2)
+            found["weight_scale"] = "U8" if q.format == "mxfp4" else "F8_E4M3", (rows, groups)
+            if q.format == "nvfp4":
+                found["weight_global_scale"] = "F32", (1,)
+        return found
+
     def size_bytes(self, dtype: str) -> int:
         """Bytes of all its stored tensors in a checkpoint of `dtype`."""
-        bias = self.out_features * DTYPE_BYTES[dtype] if self.has_bias else 0
-        q = self.quantization
-        if q is None:
-            return self.out_features * self.in_features * DTYPE_BYTES[dtype] + bias
-        if q.activations is not None:
-            input_scale = SCALE_BYTES if q.activations == "static" else 0
-            return self.out_features * (self.in_features + SCALE_BYTES) + input_scale + bias
-        packed = self.out_features * -(-self.in_features * q.bits // 32) * 4  # rows padded to whole int32 words
-        scales = self.out_features * self.num_groups() * SCALE_BYTES
-        zeros = 0 if q.symmetric else -(-self.out_features * q.bits // 32) * self.num_groups() * 4
-        shape = 2 * 8  # weight_shape, two int64
-        return packed + scales + zeros + shape + bias
+        width = DTYPE_BYTES[dtype]
+        return sum(math.prod(shape) * (PART_BYTES[kind] if kind else width) for kind, shape in self.parts().values())
 
 
 @dataclass(frozen=True)
@@ -296,25 +345,8 @@ class ModelSpec:
                 rounded for weights that no int8 engine multiplies them with.
         """
         for linear in self.linears():
-            q = choices.get(linear.name)
-            if q is None:
-                continue
-            if linear.quantization is not None:
-                raise UserError(
-                    f"{linear.name}: already quantized to {linear.quantization.bits} bits by an earlier stage"
-                )
-            if q.activations is not None and (q.bits, q.group_size, q.symmetric) != (8, None, True):
-                raise UserError(
-                    f"activations {q.activations} of {linear.name}: int8 inputs go with bits 8, group_size null and "
-                    f"symmetric true, found bits {q.bits}, group_size {q.group_size or 'null'} and symmetric "
-                    f"{str(q.symmetric).lower()}"
-                )
-            if q.group_size is not None and linear.in_features % q.group_size:
-                fits = [g for g in (8, 16, 32, 48, 64, 96, 128, 192, 256, 512) if linear.in_features % g == 0]
-                raise UserError(
-                    f"group_size {q.group_size} does not divide the {linear.in_features} inputs of {linear.name}; "
-                    f"allowed here: {fits or 'null (per channel)'}"
-                )
+            if linear.name in choices:
+                _check_fit(linear, choices[linear.name])
 
         def swap(linear: Linear) -> Linear:
             q = choices.get(linear.name)
@@ -418,6 +450,30 @@ class ModelSpec:
                 "kv_cache": CacheQuantization(**cache) if cache else None,
             }
         )
+
+
+def _check_fit(linear: Linear, q: Quantization) -> None:
+    """Refuse to quantize a linear in a way that no engine computes, or twice."""
+    if linear.quantization is not None:
+        raise UserError(f"{linear.name}: already quantized to {linear.quantization.bits} bits by an earlier stage")
+    if q.activations is not None and q.format == "int" and (q.bits, q.group_size, q.symmetric) != (8, None, True):
+        raise UserError(
+            f"activations {q.activations} of {linear.name}: int8 inputs go with bits 8, group_size null and "
+            f"symmetric true, found bits {q.bits}, group_size {q.group_size or 'null'} and symmetric "
+            f"{str(q.symmetric).lower()}"
+        )
+    if q.group_size is None or linear.in_features % q.group_size == 0:
+        return
+    if q.format != "int":
+        raise UserError(
+            f"format {q.format}: its blocks of {q.group_size} do not divide the {linear.in_features} inputs of "
+            f"{linear.name}; allowed here: int or fp8, or targets without it"
+        )
+    fits = [g for g in (8, 16, 32, 48, 64, 96, 128, 192, 256, 512) if linear.in_features % g == 0]
+    raise UserError(
+        f"group_size {q.group_size} does not divide the {linear.in_features} inputs of {linear.name}; "
+        f"allowed here: {fits or 'null (per channel)'}"
+    )
 
 
 def _linear(data: Mapping[str, Any]) -> Linear:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
@@ -14,6 +14,8 @@ from pydantic_core import CoreSchema, core_schema
 from strop.artifact import Artifact, Format
 from strop.spec import ModelSpec
 
+Support = Literal["native", "widened", "dequantized"]
+"""How a program holds a quantized weight: in its own bits, in more, or as floats."""
 GFLOPS_PER_THREAD = 60.0
 """What `plan` assumes one thread computes in float32; estimates only, measured times are in the report."""
 BFLOAT16_SPEEDUP = 1.5
@@ -125,6 +127,15 @@ class Stage(BaseModel, ABC):
         Raises:
             UserError: It cannot be applied: names the field, what was found, what is allowed.
         """
+
+    def support(self, spec: ModelSpec) -> Support:
+        """Of an export: how its program holds the weights of a table whose layers are all quantized alike.
+
+        Raises:
+            UserError: It takes none of them, as `plan` says too.
+        """
+        self.plan(spec, 0)
+        return "native"
 
     @abstractmethod
     def run(self, source: Artifact, out: Path, context: Context) -> dict[str, Any]:

@@ -475,3 +475,31 @@ def assert_close(program: Any, reference: Any, *, atol: float = 2e-5, max_kl: fl
         for ours, theirs in zip(*found, strict=True):
             np.testing.assert_allclose(ours, theirs, atol=atol)
             assert kl(theirs, ours) <= max_kl
+
+
+def slow_e4m3() -> list[float]:
+    """What each of the 256 codes of E4M3 stands for (Micikevicius et al. 2022, table 1): code -> value."""
+    found = []
+    for code in range(256):
+        exponent, mantissa = code >> 3 & 15, code & 7
+        size = mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+        found.append(math.nan if code & 127 == 127 else math.copysign(size, -1.0 if code & 128 else 1.0))
+    return found
+
+
+def slow_e2m1() -> list[float]:
+    """What each of the 16 codes of E2M1 stands for (OCP Microscaling v1.0, table 5): code -> value."""
+    found = []
+    for code in range(16):
+        exponent, mantissa = code >> 1 & 3, code & 1
+        size = mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2.0 ** (exponent - 1)
+        found.append(math.copysign(size, -1.0 if code & 8 else 1.0))
+    return found
+
+
+def slow_nearest(value: float, table: Sequence[float]) -> float:
+    """The nearest value of a table by code; of two as near that of the even code; beyond the largest, the largest."""
+    largest = max(x for x in table if not math.isnan(x))
+    clipped = min(max(value, -largest), largest)
+    codes = [code for code, x in enumerate(table) if not math.isnan(x)]
+    return table[min(codes, key=lambda code: (abs(table[code] - clipped), code & 1))]

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from strop.errors import UserError
 from strop.program import Step
 from strop.spec import DTYPE_BYTES, DType, LayerSpec, Linear, ModelSpec, Rope
+from strop.stage import Support
 
 MODEL = "model.onnx"
 DATA = "model.onnx.data"
@@ -94,6 +95,11 @@ def check(spec: ModelSpec, runtime: str) -> None:
             raise UserError(f"{runtime}: layer {index} has heads of width {layer.head_dim}; allowed: even ones")
     for linear in spec.linears():
         q = linear.quantization
+        if q is not None and q.format != "int":
+            raise UserError(
+                f"{runtime}: the graph of standard operators holds integers, {linear.name} is {q.format}; allowed: "
+                "int; vLLM opens the checkpoint itself"
+            )
         if q is not None and q.activations == "dynamic":
             raise UserError(
                 f"{runtime}: standard operators have no scale for each token, {linear.name} asks for activations: "
@@ -111,6 +117,12 @@ def stored_bits(linear: Linear) -> int:
     """4 or 8, of a quantized linear: narrower codes are widened to 4."""
     assert linear.quantization is not None
     return 8 if linear.quantization.bits == 8 else 4
+
+
+def support(spec: ModelSpec) -> Support:
+    """How the graph holds the weights of a table whose layers are quantized alike."""
+    quantized = [(x, x.quantization.bits) for x in spec.linears() if x.quantization is not None]
+    return "widened" if any(stored_bits(x) > bits for x, bits in quantized) else "native"
 
 
 def notes(spec: ModelSpec, runtime: str, dtype: DType) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from strop.export._tensorrt.facts import ENGINE, Facts
 from strop.machine import gpus
 from strop.program import Program, Traits
 from strop.spec import DType, Linear, ModelSpec
-from strop.stage import Context, Plan, Stage
+from strop.stage import Context, Plan, Stage, Support
 
 SECONDS, BYTES_PER_SECOND = 20.0, 2e7
 """To build an engine: what every one takes, and its weights by time; for estimates."""
@@ -79,6 +79,11 @@ class EngineStage(Stage):
         lack = engine_facts.lacks(self._facts(spec, "", "", ""))
         notes += () if lack is None else (f"{self.runtime} builds here but cannot run: {lack}; rows are NOT MEASURED",)
         return Plan(spec, size, BUILDER_BYTES + 4 * size, SECONDS + size / BYTES_PER_SECOND, notes)
+
+    def support(self, spec: ModelSpec) -> Support:
+        """See `Stage.support`."""
+        self._check(spec)
+        return layout.support(spec)
 
     def run(self, source: Artifact, out: Path, context: Context) -> dict[str, Any]:
         """See `Stage.run`.

@@ -14,7 +14,7 @@ from strop.artifact import Artifact, Format
 from strop.export.gguf import layout
 from strop.program import Program, Traits
 from strop.spec import ModelSpec
-from strop.stage import Context, Plan, Stage
+from strop.stage import Context, Plan, Stage, Support
 
 WRITTEN_PER_SECOND = 1e8
 """Bytes of float32 weights, for estimates."""
@@ -24,7 +24,7 @@ class Gguf(Stage):
     """Write a GGUF file, for llama.cpp.
 
     Symmetric codes of up to 4 bits and asymmetric ones of up to 3 become Q4_0, asymmetric 4-bit codes Q5_0, symmetric
-    8-bit codes Q8_0, in groups that are multiples of 32.
+    8-bit codes Q8_0, in groups that are multiples of 32; mxfp4 stays what it is.
 
     Attributes:
         type: Of matrices that are not quantized, the embedding too; null: what holds the checkpoint's dtype.
@@ -44,6 +44,15 @@ class Gguf(Stage):
         seconds = 4 * spec.num_parameters() / WRITTEN_PER_SECOND
         stored = layout.stored_spec(spec, slots)
         return Plan(stored, layout.size_bytes(slots), 4 * 4 * largest, seconds, layout.notes(spec, slots))
+
+    def support(self, spec: ModelSpec) -> Support:
+        """See `Stage.support`."""
+        layout.check(spec)
+        wider = False
+        for slot in layout.slots(spec, self.type, self.requantize):
+            q = None if slot.linear is None else slot.linear.quantization
+            wider |= q is not None and layout.CODE_BITS.get(slot.type, q.bits) > q.bits
+        return "widened" if wider else "native"
 
     def run(self, source: Artifact, out: Path, context: Context) -> dict[str, Any]:
         """See `Stage.run`."""

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from strop.errors import UserError
 from strop.export.gguf.layout import BLOCK, CODE_BITS
+from strop.numerics import E2M1
 
 Bytes = NDArray[np.uint8]
 Codes = NDArray[np.int8]
@@ -18,10 +19,11 @@ LARGEST_FLOAT16 = 65504.0
 
 
 def pack(codes: Codes, scale: Floats, kind: str) -> Bytes:
-    """Codes as they are, in blocks of Q4_0, Q5_0 or Q8_0.
+    """Codes as they are, in blocks of Q4_0, Q5_0, Q8_0 or MXFP4.
 
     A block holds d, then of 5-bit codes their highest bits (bit i of a word: code i), then for each of 16 bytes code i
-    in its low half and code i + 16 in its high half, or 32 bytes of 8-bit codes.
+    in its low half and code i + 16 in its high half, or 32 bytes of 8-bit codes. One of MXFP4 holds the exponent of 2 d
+    plus 127, then 4-bit codes: sign and magnitude, an index of `numerics.E2M1`.
 
     Args:
         codes: Q (rows, columns), whole blocks, within the type's range.
@@ -37,6 +39,11 @@ def pack(codes: Codes, scale: Floats, kind: str) -> Bytes:
     rows = codes.shape[0]
     blocks = codes.reshape(rows, -1, BLOCK)
     wide = np.repeat(scale, blocks.shape[1] // scale.shape[1], axis=1)
+    if kind == "MXFP4":
+        places = np.searchsorted(E2M1, np.abs(blocks)).astype(np.uint8) | ((blocks < 0).astype(np.uint8) << 3)
+        exponents = (np.frexp(wide)[1] + 127).astype(np.uint8)[..., None]
+        halves = places[..., : BLOCK // 2] | (places[..., BLOCK // 2 :] << 4)
+        return np.concatenate([exponents, halves], axis=-1).reshape(rows, -1)
     with np.errstate(over="ignore"):
         d = wide.astype(np.float16)
     if not np.array_equal(d.astype(np.float32), wide):

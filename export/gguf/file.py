@@ -34,6 +34,7 @@ BASES: Mapping[str, float] = {"gemma3_text": 1e6, "smollm3": 2e6}
 FILE_TYPES: Mapping[str, LlamaFileType] = {
     "F32": LlamaFileType.ALL_F32,
     **{x: LlamaFileType[f"MOSTLY_{x}"] for x in ("F16", "BF16", "Q8_0", "Q5_0", "Q4_1", "Q4_0")},
+    "MXFP4": LlamaFileType.MOSTLY_MXFP4_MOE,
 }
 
 

@@ -1,7 +1,8 @@
 """Which of ggml's types holds each matrix, and what llama.cpp can be told of a model, from its table alone. Torch-free.
 
 ggml stores a matrix row by row in blocks of 32 weights, each with a scale d in float16: Q4_0, Q5_0 and Q8_0 hold
-q · d with signed q of 4, 5 and 8 bits, Q4_1 holds q · d + m with q from 0 to 15 and a minimum m in float16.
+q · d with signed q of 4, 5 and 8 bits, Q4_1 holds q · d + m with q from 0 to 15 and a minimum m in float16. MXFP4 holds
+what mxfp4 is: elements in E2M1 and a power of two.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ FILE = "model.gguf"
 BLOCK = 32
 """Weights that share a scale."""
 FLOAT_BYTES: Mapping[str, int] = {"F32": 4, "F16": 2, "BF16": 2}
-BLOCK_BYTES: Mapping[str, int] = {"Q8_0": 34, "Q5_0": 22, "Q4_1": 20, "Q4_0": 18}
+BLOCK_BYTES: Mapping[str, int] = {"Q8_0": 34, "Q5_0": 22, "Q4_1": 20, "Q4_0": 18, "MXFP4": 17}
 CODE_BITS: Mapping[str, int] = {"Q4_0": 4, "Q5_0": 5, "Q8_0": 8}
 """Width of a signed code of the types that have no minimum, the smallest first."""
 STORED_AS: Mapping[str, str] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -84,7 +85,9 @@ def exact_type(q: Quantization, in_features: int) -> str | None:
     Stored is Q - z, so zero points cost no minimum that float16 would round: of asymmetric codes of 2 and 3 bits it
     fits 4 bits, of 4 bits it fits 5. A scale is repeated for every block of its group.
     """
-    if (q.group_size or in_features) % BLOCK:
+    if q.format == "mxfp4":
+        return "MXFP4"
+    if q.format != "int" or (q.group_size or in_features) % BLOCK:
         return None
     low, high = -(2 ** (q.bits - 1)), 2 ** (q.bits - 1) - 1
     if not q.symmetric:
@@ -249,6 +252,11 @@ def check(spec: ModelSpec) -> None:
     if spec.family not in ARCHITECTURES:
         raise UserError(f"gguf: {spec.family} has no architecture here; {did_you_mean(spec.family, ARCHITECTURES)}")
     for linear in spec.linears():
+        if linear.quantization is not None and linear.quantization.format in ("fp8", "nvfp4"):
+            raise UserError(
+                f"gguf: no type of GGUF that strop writes holds {linear.quantization.format}, which {linear.name} is; "
+                "allowed: int, mxfp4; vLLM opens the checkpoint itself"
+            )
         if linear.quantization is not None and linear.quantization.activations is not None:
             raise UserError(
                 f"gguf: {linear.name} rounds its inputs to int8 ({linear.quantization.activations}), which no type of "

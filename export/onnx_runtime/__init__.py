@@ -18,7 +18,7 @@ from strop.export._onnx import layout as shared
 from strop.export.onnx_runtime import layout
 from strop.program import Program, Traits
 from strop.spec import ModelSpec
-from strop.stage import Context, Plan, Stage
+from strop.stage import Context, Plan, Stage, Support
 
 
 class OnnxRuntime(Stage):
@@ -49,6 +49,14 @@ class OnnxRuntime(Stage):
             layout.check(spec)
             size, notes = layout.size_bytes(spec, self.trees), layout.notes(spec)
         return Plan(spec, size, 3 * 4 * largest, size / WRITTEN_PER_SECOND, notes)
+
+    def support(self, spec: ModelSpec) -> Support:
+        """See `Stage.support`."""
+        if self.operators == "standard":
+            shared.check(spec, "onnx_runtime")
+            return shared.support(spec)
+        layout.check(spec)
+        return layout.support(spec)
 
     def run(self, source: Artifact, out: Path, context: Context) -> dict[str, Any]:
         """See `Stage.run`.
@@ -91,9 +99,13 @@ class OnnxRuntime(Stage):
         """What the traits say computes quantized linears."""
         if self.operators == "standard":
             return STANDARD
-        quantized = [layout.rounds_inputs(x) for x in spec.linears() if x.quantization is not None]
-        packed = [f"{LEVEL}{self.accuracy_level}"] if not all(quantized) else []
-        return ", ".join([*packed, *([INTEGER] if any(quantized) else [])]) or FLOAT
+        quantized = [x for x in spec.linears() if x.quantization is not None]
+        kernels = {
+            f"{LEVEL}{self.accuracy_level}": any(map(layout.is_packed, quantized)),
+            INTEGER: any(map(layout.rounds_inputs, quantized)),
+            FLOAT8: any(map(layout.is_float8, quantized)),
+        }
+        return ", ".join(name for name, is_there in kernels.items() if is_there) or FLOAT
 
     @staticmethod
     def load(path: Path, traits: Traits) -> Program:
@@ -122,6 +134,7 @@ class OnnxRuntime(Stage):
 
 STANDARD = "standard operators"
 LEVEL, INTEGER, FLOAT = "MatMulNBits accuracy_level ", "MatMulIntegerToFloat", "MatMul float32"
+FLOAT8 = "DequantizeLinear float8"
 """Kernels, as the traits name them."""
 WRITTEN_PER_SECOND = 2e8
 """Bytes, for estimates."""

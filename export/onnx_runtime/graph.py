@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+import torch
 from numpy.typing import NDArray
 
 from strop import numerics
@@ -29,6 +30,7 @@ CONTRIB = "com.microsoft"
 OPSETS = {"": 21, CONTRIB: 1}
 IR_VERSION = 10
 FLOAT, INT32, INT64, INT8, UINT8 = (getattr(ir.DataType, x) for x in ("FLOAT", "INT32", "INT64", "INT8", "UINT8"))
+FLOAT8 = ir.DataType.FLOAT8E4M3FN
 INTEGER = "MatMulIntegerToFloat"
 MIDDLE = 128
 """What rounded inputs are stored as above their value: on x86-64 without AVX-VNNI-INT8, onnxruntime 1.32 is quick only
@@ -283,8 +285,9 @@ class _Lowering(GraphBuilder):
         bias = None
         if first.has_bias:
             bias = self._joined(linears, "bias", FLOAT, (rows,), (self._load(f"{y.name}.bias") for y in linears))
-        if first.quantization is None:
-            y = self.node("FusedMatMul", [x, self._dense(linears)], {"transB": 1})
+        if first.quantization is None or layout.is_float8(first):
+            matrix = self._dense(linears) if first.quantization is None else self._dequantized(linears)
+            y = self.node("FusedMatMul", [x, matrix], {"transB": 1})
             return y if bias is None else self.node("Add", [y, bias], domain="")
         if layout.rounds_inputs(first):
             y = self._multiply_integers(linears, x)
@@ -345,6 +348,16 @@ class _Lowering(GraphBuilder):
             return self._table()
         shape = (sum(x.out_features for x in linears), linears[0].in_features)
         return self._joined(linears, "weight", FLOAT, shape, (load_linear(self.weights, x).numpy() for x in linears))
+
+    def _dequantized(self, linears: Sequence[Linear]) -> ir.Value:
+        """W (out, in) of linears in fp8, rows below rows, made anew at every step: onnxruntime does not fold it."""
+        rows, columns = sum(y.out_features for y in linears), linears[0].in_features
+        packed = [load_packed(self.weights, y) for y in linears]
+        codes = self._joined(
+            linears, "codes", FLOAT8, (rows, columns), (y.view(torch.uint8).numpy() for y, _, _ in packed)
+        )
+        scales = self._joined(linears, "scales", FLOAT, (rows,), (y.numpy() for _, y, _ in packed))
+        return self.node("DequantizeLinear", [codes, scales], {"axis": 0}, domain="")
 
     def _packed(self, linears: Sequence[Linear]) -> list[ir.Value]:
         """Codes, scales and, where there are any, zero points of quantized linears, as MatMulNBits takes them."""
@@ -432,19 +445,27 @@ def _codes(weights: Weights, linear: Linear) -> Bytes:
     """(out, row_bytes): the checkpoint's own bytes where rows have no gaps and keep their bits."""
     q, packing = linear.quantization, layout.packing(linear)
     assert q is not None
+    if q.format != "int":
+        return _padded(load_packed(weights, linear)[0].numpy(), packing)
     words = weights.load(f"{linear.name}.weight_packed")
     if q.bits == packing.bits and packing.num_blocks * packing.block == linear.in_features:
         rows: Bytes = words.numpy().view(np.uint8)[:, : packing.row_bytes]
         return rows
-    codes = numerics.unpack(words, q.bits, (linear.out_features, linear.in_features)).numpy()
-    padded = np.zeros((linear.out_features, packing.num_blocks * packing.block), np.int8)
-    padded[:, : linear.in_features] = codes
+    return _padded(numerics.unpack(words, q.bits, (linear.out_features, linear.in_features)).numpy(), packing)
+
+
+def _padded(codes: NDArray[np.int8], packing: layout.Packing) -> Bytes:
+    """Codes (out, in) in rows of whole blocks."""
+    padded = np.zeros((len(codes), packing.num_blocks * packing.block), np.int8)
+    padded[:, : codes.shape[1]] = codes
     return _pack(padded, packing.bits)
 
 
 def _scales(weights: Weights, linear: Linear) -> Floats:
     """(out, num_blocks)."""
-    scales = weights.load(f"{linear.name}.weight_scale").float().numpy()
+    is_integer = linear.quantization is not None and linear.quantization.format == "int"
+    stored = weights.load(f"{linear.name}.weight_scale").float() if is_integer else load_packed(weights, linear)[1]
+    scales: Floats = stored.numpy()
     return np.repeat(scales, layout.packing(linear).repeats, axis=1)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from strop.errors import UserError
 from strop.export._onnx.layout import attends_to
 from strop.spec import LayerSpec, Linear, ModelSpec
+from strop.stage import Support
 
 ROPES = "strop.ropes"
 """Metadata of model.onnx: the rotary embeddings behind the inputs `cos_*` and `sin_*`."""
@@ -24,7 +25,7 @@ class Packing:
     """How MatMulNBits stores a quantized linear: rows of blocks, each with a scale and maybe a zero point.
 
     Attributes:
-        bits: 2, 4 or 8; 3-bit codes are widened to 4.
+        bits: 2, 4 or 8; 3-bit codes are widened to 4, mxfp4 and nvfp4 to 8, where twice an element is an integer.
         block: Inputs that share a scale: the largest power of two within a group.
         num_blocks: Along a row; the last one may reach past the row's end.
         repeats: Blocks that one group covers, its scale repeated.
@@ -53,20 +54,30 @@ class Packing:
 
 
 def rounds_inputs(linear: Linear) -> bool:
-    """Whether inputs and weights are multiplied as integers, by MatMulIntegerToFloat; else MatMulNBits computes it."""
+    """Whether inputs and weights are multiplied as integers, by MatMulIntegerToFloat."""
     return linear.quantization is not None and linear.quantization.activations is not None
 
 
+def is_float8(linear: Linear) -> bool:
+    """Whether weights stay in fp8 and are dequantized at every step, by DequantizeLinear."""
+    return linear.quantization is not None and linear.quantization.format == "fp8"
+
+
+def is_packed(linear: Linear) -> bool:
+    """Whether MatMulNBits computes a linear."""
+    return linear.quantization is not None and not rounds_inputs(linear) and not is_float8(linear)
+
+
 def packing(linear: Linear) -> Packing:
-    """The layout of a linear with quantized weights only.
+    """The layout of a linear that MatMulNBits computes.
 
     Raises:
         UserError: Its groups are not multiples of 16.
     """
     q = linear.quantization
     assert q is not None
-    assert not rounds_inputs(linear)
-    bits = 4 if q.bits == 3 else q.bits
+    assert is_packed(linear)
+    bits = 8 if q.format != "int" else 4 if q.bits == 3 else q.bits
     size = linear.in_features if q.group_size is None else q.group_size
     block = min(size & -size, LARGEST_2_BIT_BLOCK if bits == 2 else LARGEST_BLOCK)
     if block < SMALLEST_BLOCK:
@@ -132,8 +143,18 @@ def check(spec: ModelSpec) -> None:
                 f"onnx_runtime: layer {index} takes keys of layer {layer.kv_from_layer}, whose heads differ"
             )
     for linear in spec.linears():
-        if linear.quantization is not None and not rounds_inputs(linear):
+        if is_float8(linear) and rounds_inputs(linear):
+            raise UserError(
+                f"onnx_runtime: {linear.name} rounds its inputs to fp8, which no CPU kernel multiplies; allowed: "
+                "activations null, format int, or eager; vLLM opens the checkpoint itself"
+            )
+        if is_packed(linear):
             packing(linear)
+    if shares_codes(spec) and is_float8(spec.head):
+        raise UserError(
+            f"onnx_runtime: tokens are looked up in the quantized {spec.head.name}, which no CPU kernel does in fp8; "
+            "allowed: another format for it"
+        )
     if shares_codes(spec) and rounds_inputs(spec.head):
         raise UserError(
             f"onnx_runtime: tokens are looked up in the quantized {spec.head.name}, which cannot be multiplied as "
@@ -149,8 +170,18 @@ def check(spec: ModelSpec) -> None:
 def notes(spec: ModelSpec) -> tuple[str, ...]:
     """Lines worth a user's attention."""
     quantized = [x for x in spec.linears() if x.quantization is not None]
-    packed = [x for x in quantized if not rounds_inputs(x)]
+    packed = [x for x in quantized if is_packed(x)]
     found = []
+    for format in ("mxfp4", "nvfp4"):
+        if count := sum(x.quantization is not None and x.quantization.format == format for x in packed):
+            found.append(
+                f"{count} linears of {format} run as integers of 8 bits, exactly: MatMulNBits has no such element, "
+                "and the bytes say so"
+            )
+    if count := sum(is_float8(x) for x in quantized):
+        found.append(
+            f"{count} linears of fp8 are dequantized at every step: right for quality and size, slower than int8"
+        )
     widened = [x for x in quantized if x.quantization and x.quantization.bits == 3]
     if widened:
         found.append(
@@ -166,6 +197,14 @@ def notes(spec: ModelSpec) -> tuple[str, ...]:
             f"what is not quantized is stored in float32, twice its bytes in {spec.dtype}: the CPU computes in float32"
         )
     return tuple(found)
+
+
+def support(spec: ModelSpec) -> Support:
+    """How the program holds the weights of a table whose layers are quantized alike."""
+    quantized = [(x, x.quantization) for x in spec.linears() if x.quantization is not None]
+    if any(is_float8(x) for x, _ in quantized):
+        return "dequantized"
+    return "widened" if any(is_packed(x) and packing(x).bits > q.bits for x, q in quantized) else "native"
 
 
 def size_bytes(spec: ModelSpec, trees: bool) -> int:
@@ -189,7 +228,7 @@ def _linear_bytes(linear: Linear) -> int:
 
 def weight_bytes(linear: Linear) -> int:
     """Of a quantized linear: codes, float32 scales and zero points."""
-    if rounds_inputs(linear):
+    if not is_packed(linear):
         return linear.out_features * (linear.in_features + 4)
     return packing(linear).size_bytes(linear.out_features)
 

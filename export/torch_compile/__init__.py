@@ -16,7 +16,7 @@ from strop.errors import UserError
 from strop.export.torch_compile import layout
 from strop.program import Program, Traits
 from strop.spec import DType, ModelSpec
-from strop.stage import Context, Plan, Stage
+from strop.stage import Context, Plan, Stage, Support
 
 SECONDS_PER_PIECE = 10.0
 """To compile one, for estimates."""
@@ -43,6 +43,11 @@ class TorchCompile(Stage):
         pieces = 2 * (2 * len(set(layout.kinds(spec))) + 1)
         largest = max(x.in_features * x.out_features for x in spec.linears())
         return Plan(spec, size, 1_500_000_000 + 3 * 4 * largest, pieces * SECONDS_PER_PIECE, layout.notes(spec))
+
+    def support(self, spec: ModelSpec) -> Support:
+        """See `Stage.support`."""
+        layout.check(spec)
+        return "widened" if layout.notes(spec) else "native"
 
     def run(self, source: Artifact, out: Path, context: Context) -> dict[str, Any]:
         """See `Stage.run`."""

@@ -81,11 +81,16 @@ def check(spec: ModelSpec) -> None:
     """Refuse what cannot be compiled.
 
     Raises:
-        UserError: A family that has no table, or inputs that are rounded.
+        UserError: A family that has no table, weights that are no integers, or inputs that are rounded.
     """
     if spec.opaque_bytes is not None:
         raise UserError(f"export: {spec.family} is not a known family, torch_compile cannot lower it; allowed: eager")
     for linear in spec.linears():
+        if linear.quantization is not None and linear.quantization.format != "int":
+            raise UserError(
+                f"export: torch_compile runs integers, {linear.name} is {linear.quantization.format}; allowed: eager, "
+                "or format int; vLLM opens the checkpoint itself"
+            )
         if linear.quantization is not None and linear.quantization.activations is not None:
             raise UserError(
                 f"export: torch_compile has no int8 inputs, {linear.name} asks for activations: "

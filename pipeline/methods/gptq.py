@@ -20,7 +20,8 @@ from pydantic import Field
 
 from strop.artifact import Artifact, write_atomically
 from strop.errors import UserError
-from strop.spec import Activations, Linear, ModelSpec, Quantization
+from strop.methods._formats import quantization
+from strop.spec import Activations, Linear, ModelSpec, NumberFormat
 from strop.stage import GFLOPS_PER_THREAD, Context, Plan, Stage
 
 if TYPE_CHECKING:
@@ -42,11 +43,14 @@ class Gptq(Stage):
     """Quantize the weights of linears one column after the other, against the inputs that calibration text gives them.
 
     Attributes:
+        format: `int`, `fp8`, `mxfp4` or `nvfp4`, as in `rtn`. The three fields below are for `int` alone.
         bits: Width of a code.
         group_size: Inputs that share one scale; null: one scale per output channel.
         symmetric: Without zero points.
-        activations: Inputs are rounded too, to int8 (W8A8), which takes bits: 8 and group_size: null. `dynamic`: each
-            token by a scale of its own; `static`: all by one scale, from the largest input of the calibration text.
+        activations: Inputs are rounded too (W8A8): to int8, which takes bits: 8 and group_size: null, or with `fp8` to
+            that. `dynamic`: each token by a scale of its own; `static`: all by one scale, from the largest input of the
+            calibration text.
+        per_tensor: Of `fp8`, one scale for the whole matrix.
         targets: Patterns over full linear names, for example `*.mlp.*`; null: every linear inside the layers.
         act_order: Begin with the columns whose inputs have the most energy.
         damping: Added to the Hessian's diagonal, as a part of the diagonal's mean. Where the Hessian cannot be
@@ -56,10 +60,12 @@ class Gptq(Stage):
 
     needs_calibration: ClassVar[bool] = True
 
+    format: NumberFormat = "int"
     bits: Literal[2, 3, 4, 8] = 4
     group_size: int | None = Field(default=64, gt=0)
     symmetric: bool = True
     activations: Activations | None = None
+    per_tensor: bool = False
     targets: list[str] | None = Field(default=None, min_length=1)
     act_order: bool = True
     damping: float = Field(default=0.01, gt=0, le=MOST_DAMPING)
@@ -111,20 +117,17 @@ class Gptq(Stage):
         save_checkpoint(out, result, source.path, _changed(result, linears, context.scratch))
         return {"spec": result, "report": self._report(linears, context.scratch)}
 
-    def _quantization(self) -> Quantization:
-        return Quantization(self.bits, self.group_size, self.symmetric, self.activations)
-
     def _quantized(self, spec: ModelSpec) -> tuple[ModelSpec, list[Linear]]:
         """The table of the output, and the linears of the input that change."""
-        linears = spec.match(self.targets)
-        return spec.quantize({x.name: self._quantization() for x in linears}), linears
+        linears, form = spec.match(self.targets), quantization(self)
+        return spec.quantize({x.name: form for x in linears}), linears
 
     def _quantize(self, group: Group, linears: Sequence[Linear], scratch: Path) -> None:
         """Quantize linears that share their inputs, unless an earlier try did, and put the result in their place."""
         import torch
 
         from strop.calibration.capture import drift, hessian
-        from strop.numerics import dequantize
+        from strop.numerics import LARGEST_E2M1, dequantize, global_scale
 
         if not all(_path(scratch, x).exists() for x in linears):
             h = hessian(group.inputs())
@@ -132,12 +135,14 @@ class Gptq(Stage):
             c = drift(group.pairs()) if self.drift_correction else None
             solution = self._solve(weight, h, c, ", ".join(x.name for x in linears))
             largest = max(float(x.abs().max()) for x in group.inputs()) if self.activations == "static" else 0.0
+            # Engines run these linears as one matrix, which has one such scale.
+            unit = float(global_scale(LARGEST_E2M1 * solution.scale.max())) if self.format == "nvfp4" else 0.0
             start = 0
             for linear in linears:
                 rows = slice(start, start + linear.out_features)
                 part = solution.rows(rows)
                 error = relative_error(weight[rows], dequantize(part.codes, part.scale, part.zero), h)
-                _keep(_path(scratch, linear), part, {"error": error, "largest": largest})
+                _keep(_path(scratch, linear), part, {"error": error, "largest": largest, "unit": unit})
                 start = rows.stop
         for linear in linears:
             kept = _load(_path(scratch, linear))
@@ -153,13 +158,13 @@ class Gptq(Stage):
 
         from strop.numerics import quantize, search_scales
 
-        energy = hessian.diagonal()
+        energy, form = hessian.diagonal(), quantization(self)
         if not bool(hessian.isfinite().all()):
             raise UserError(f"gptq: {place}: the inputs are not finite on the calibration text")
         if not bool(energy.any()):
             log.warning("gptq: %s: no input on the calibration text, rounded to nearest", place)
-            scale, zero = search_scales(weight, self._quantization(), energy)
-            return Solution(quantize(weight, scale, zero, self.bits), scale, zero, damping=0.0)
+            scale, zero = search_scales(weight, form, energy)
+            return Solution(quantize(weight, scale, zero, form.bits, form.format), scale, zero, damping=0.0)
         order = energy.argsort(descending=True, stable=True) if self.act_order else torch.arange(len(energy))
         damping = self.damping
         while (factor := inverse_factor(hessian[order][:, order], damping)) is None:
@@ -169,8 +174,9 @@ class Gptq(Stage):
             log.warning("gptq: %s: the Hessian cannot be inverted, damping raised to %g", place, damping)
         if drift is not None:
             weight = correct_drift(weight, drift * self.drift_correction, factor, order)
-        scale, zero = search_scales(weight, self._quantization(), energy)
-        return Solution(choose_codes(weight, factor, scale, zero, self.bits, order), scale, zero, damping)
+        scale, zero = search_scales(weight, form, energy)
+        codes = choose_codes(weight, factor, scale, zero, form.bits, order, form.format)
+        return Solution(codes, scale, zero, damping)
 
     def _report(self, linears: Sequence[Linear], scratch: Path) -> dict[str, Any]:
         """What each linear lost, and where more damping was needed."""
@@ -188,8 +194,8 @@ class Solution:
     """Codes of some rows, and what they stand for.
 
     Attributes:
-        codes: Q (out, in), int8.
-        scale: s (out, groups), float32 holding bfloat16 values.
+        codes: Q (out, in), of `numerics.code_dtype`.
+        scale: s (out, groups), float32 as `numerics.find_scales` rounds them.
         zero: z (out, groups), int8.
         damping: That it took; 0 where there were no inputs and W was rounded to nearest.
     """
@@ -249,7 +255,9 @@ def correct_drift(weight: Tensor, drift: Tensor, factor: Tensor, order: Tensor) 
     return moved
 
 
-def choose_codes(weight: Tensor, factor: Tensor, scale: Tensor, zero: Tensor, bits: int, order: Tensor) -> Tensor:
+def choose_codes(
+    weight: Tensor, factor: Tensor, scale: Tensor, zero: Tensor, bits: int, order: Tensor, format: NumberFormat = "int"
+) -> Tensor:
     """Codes of least output error, column by column (Frantar et al. 2022, algorithm 1).
 
     Args:
@@ -259,15 +267,15 @@ def choose_codes(weight: Tensor, factor: Tensor, scale: Tensor, zero: Tensor, bi
         zero: z (out, groups), int8.
         bits: Width of a code.
         order: (in,), columns as they are to be taken.
+        format: What a code is: errors are made good on whatever grid they are made on.
 
     Returns:
-        Q (out, in), int8.
+        Q (out, in), of `numerics.code_dtype`.
     """
     import torch
 
-    from strop.numerics import code_range
+    from strop.numerics import code_dtype, round_codes_
 
-    lowest, highest = code_range(bits)
     width = weight.shape[1]
     group_of = order // (width // scale.shape[1])
     # Columns become rows: each step reads and writes contiguous memory.
@@ -277,13 +285,13 @@ def choose_codes(weight: Tensor, factor: Tensor, scale: Tensor, zero: Tensor, bi
         stop = min(start + BLOCK_SIZE, width)
         errors = torch.empty_like(w[start:stop])
         for i in range(start, stop):
-            torch.div(w[i], s[i], out=q[i]).round_().add_(z[i]).clamp_(lowest, highest)
+            round_codes_(torch.div(w[i], s[i], out=q[i]), z[i], bits, format)
             error = torch.sub(q[i], z[i], out=errors[i - start]).mul_(s[i]).sub_(w[i]).div_(-diagonal[i])
             w[i + 1 : stop].addr_(factor[i, i + 1 : stop], error, alpha=-1)
         w[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1)
     codes = torch.empty_like(q, dtype=torch.int8)
-    codes[order] = q.to(torch.int8)
-    return codes.T.contiguous()
+    codes[order] = q.to(code_dtype(format)).view(torch.int8)
+    return codes.T.contiguous().view(code_dtype(format))
 
 
 def relative_error(weight: Tensor, other: Tensor, hessian: Tensor) -> float:
@@ -325,5 +333,7 @@ def _changed(spec: ModelSpec, linears: Sequence[Linear], scratch: Path) -> Itera
     quantized = {x.name: x for x in spec.linears()}
     for linear in linears:
         kept = _load(_path(scratch, linear))
-        parts = (kept["codes"], kept["scale"], kept["zero"], static_scale(kept["largest"]))
-        yield from packed_tensors(quantized[linear.name], *parts).items()
+        form, unit = quantized[linear.name].quantization, kept["unit"].float().reshape(1)
+        assert form is not None
+        parts = (kept["codes"], kept["scale"], kept["zero"], static_scale(kept["largest"], form.format))
+        yield from packed_tensors(quantized[linear.name], *parts, global_scale=unit).items()

@@ -124,6 +124,8 @@ class Qad(Stage):
                 f"targets: qad learns linears inside the layers, not {spec.head.name}; allowed: patterns without it"
             )
         for linear in found:
+            if linear.quantization is not None and linear.quantization.format != "int":
+                raise UserError(f"qad: {linear.name} is stored in {linear.quantization.format}; allowed: int")
             if linear.quantization is not None and linear.quantization.activations is not None:
                 raise UserError(f"qad: {linear.name} rounds its inputs (activations); allowed: quantized weights only")
         return found
