@@ -110,12 +110,8 @@ class DecoderProgram(Program):
         self.traits = traits
 
     def allocate(self, batch: int, max_tokens: int) -> Cache:
-        """See `Program.allocate`. Tensors of the decoder's dtype."""
-        import torch
-
-        owners = [x for x in self.decoder.spec.layers if x.kv_from_layer is None]
-        shapes = [(batch, x.num_kv_heads, max_tokens, x.head_dim) for x in owners for _ in ("keys", "values")]
-        return [torch.zeros(shape, dtype=self.decoder.dtype, device=self.decoder.device) for shape in shapes]
+        """See `Program.allocate`."""
+        return list(self.decoder.allocate(batch, max_tokens))
 
     def bind(self, cache: Cache) -> Forward:
         """See `Program.bind`."""

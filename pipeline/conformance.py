@@ -266,6 +266,8 @@ def _check_config(folder: Path, spec: ModelSpec) -> None:
         raise ConformanceError(f"{folder}: {error}") from error
     if told.is_tied != (spec.is_tied and spec.head.quantization is None):
         raise ConformanceError(f"{folder}: config.json has tie_word_embeddings {str(told.is_tied).lower()}")
+    if told.kv_cache != spec.kv_cache:
+        raise ConformanceError(f"{folder}: config.json says {told.kv_cache} of the cache, planned is {spec.kv_cache}")
     plans = {x.name: x.quantization for x in spec.linears()}
     for linear in told.linears():
         plan = plans.get(linear.name)
@@ -281,6 +283,9 @@ def _check_values(folder: Path, spec: ModelSpec, source: Path | None) -> None:
         for name, (dtype, _) in read_headers(folder).items():
             if dtype in FLOATS and not bool(weights.load(name).isfinite().all()):
                 raise ConformanceError(f"{folder}: {name} holds values that are not finite")
+        for name in spec.cache_scales():
+            if not bool((weights.load(name) > 0).all()):
+                raise ConformanceError(f"{folder}: {name} is not positive")
         for linear in spec.linears():
             if linear.quantization is None:
                 continue
@@ -368,12 +373,14 @@ def _is_within(found: Difference, allowed: Difference) -> bool:
 
 
 def _plain_logits(program: DecoderProgram, ids: Ints) -> Logits:
-    """What a checkpoint computes in eager when all linears take their inputs as they are."""
-    from strop.layers import round_inputs
+    """What a checkpoint computes in eager when inputs of linears, keys and values stay as they are."""
+    from strop.layers import round_cache, round_inputs
 
     round_inputs(program.decoder, rounds=False)
+    round_cache(program.decoder, rounds=False)
     logits: Logits = program.open(1, ids.size).step(ids[None], logits="all")[0]
     round_inputs(program.decoder, rounds=True)
+    round_cache(program.decoder, rounds=True)
     return logits
 
 

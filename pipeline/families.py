@@ -9,7 +9,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,9 @@ from strop.errors import UserError, did_you_mean
 from strop.spec import (
     FLOAT_FORMATS,
     Activations,
+    CacheFormat,
+    CacheQuantization,
+    CacheScales,
     DType,
     LayerSpec,
     Linear,
@@ -63,6 +66,12 @@ ACTIVATIONS: Mapping[str, Activation] = {
 }
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 BITS = (2, 3, 4, 8)
+CACHE_TYPES: Mapping[CacheFormat, tuple[str, int]] = {"int8": ("int", 8), "int4": ("int", 4), "fp8": ("float", 8)}
+"""Type and bits of compressed-tensors."""
+CACHE_STRATEGIES: Mapping[CacheScales, str] = {"tensor": "tensor", "head": "attn_head"}
+"""What compressed-tensors calls it."""
+CACHE_KEY = "strop_kv_cache"
+"""Of config.json, for what compressed-tensors has no words for: other libraries read over it."""
 FORMATS: Mapping[str, NumberFormat] = {
     "pack-quantized": "int",
     "int-quantized": "int",
@@ -104,7 +113,9 @@ def build_spec(config: Config, tensors: Tensors, dtype: DType) -> ModelSpec:
         )
     complete = {**_DEFAULTS[family], **config}
     spec = _gpt2(complete, tensors, dtype) if family == "gpt2" else _llama_like(complete, tensors, dtype)
-    spec = spec.quantize(_read_quantizations(config, spec, tensors))
+    spec = dataclasses.replace(
+        spec.quantize(_read_quantizations(config, spec, tensors)), kv_cache=_read_cache_quantization(config)
+    )
     _check_shapes(spec, tensors)
     return spec
 
@@ -563,10 +574,10 @@ def _read_quantizations(config: Config, spec: ModelSpec, tensors: Tensors) -> di
         if packed:
             raise UserError(f"config.json: {packed[0]} is stored in codes, but there is no quantization_config")
         return {}
-    if settings.get("quant_method") != "compressed-tensors" or settings.get("kv_cache_scheme"):
+    if settings.get("quant_method") != "compressed-tensors":
         raise UserError(
             f"config.json: quantization_config of {_brief(settings.get('quant_method'))} is not supported; allowed: "
-            f"compressed-tensors with format {', '.join(FORMATS)} and no kv_cache_scheme"
+            f"compressed-tensors with format {', '.join(FORMATS)}"
         )
     targets = _targets(settings)
     ignored = _names(settings, "ignore")
@@ -656,6 +667,42 @@ def _activations(inputs: Config, kind: str) -> Activations | None:
     return "static" if inputs.get("strategy") == "tensor" else None
 
 
+# Rounded keys and values.
+
+
+def _read_cache_quantization(config: Config) -> CacheQuantization | None:
+    """How keys and values are cached: compressed-tensors' kv_cache_scheme, or what that has no words for."""
+    own = _section(config, CACHE_KEY)
+    if own:
+        named = {own.get("keys"), own.get("values")}
+        if own.get("format") not in get_args(CacheFormat) or not named <= set(get_args(CacheScales)):
+            raise UserError(f"config.json: {CACHE_KEY} must name format, keys and values, found {_brief(own)}")
+        return CacheQuantization(own["format"], own["keys"], own["values"])
+    settings = _section(config, "quantization_config") or _section(config, "compression_config")
+    scheme = _section(settings, "kv_cache_scheme")
+    if not scheme:
+        return None
+    formats = {form: name for name, form in CACHE_TYPES.items()}
+    form = formats.get((scheme.get("type", "int"), scheme.get("num_bits", 8)))
+    kinds = {strategy: kind for kind, strategy in CACHE_STRATEGIES.items()}
+    kind = kinds.get(scheme.get("strategy") or "tensor")
+    if form is None or kind is None or scheme.get("dynamic") or not scheme.get("symmetric", True):
+        raise UserError(
+            f"config.json: kv_cache_scheme {_brief(scheme)} is not supported; allowed: symmetric, static, int of 8 or "
+            f"4 bits or float of 8, strategy {', '.join(kinds)}"
+        )
+    return CacheQuantization(form, kind, kind)
+
+
+def cache_scheme(form: CacheQuantization) -> dict[str, Any] | None:
+    """compressed-tensors' kv_cache_scheme; None where it has no words: one scheme is for keys and values alike."""
+    if form.keys != form.values or form.keys not in CACHE_STRATEGIES:
+        return None
+    kind, bits = CACHE_TYPES[form.format]
+    strategy = CACHE_STRATEGIES[form.keys]
+    return {"num_bits": bits, "type": kind, "symmetric": True, "strategy": strategy, "dynamic": False}
+
+
 # The table against what is stored.
 
 
@@ -683,4 +730,4 @@ def expected_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         if linear is spec.head and spec.is_tied and linear.quantization is None:
             continue
         shapes.update({f"{linear.name}.{part}": shape for part, (_, shape) in linear.parts().items()})
-    return shapes
+    return {**shapes, **spec.cache_scales()}

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from strop import numerics
+from strop.kv_codes import Codec
 from strop.spec import LayerSpec, Linear, ModelSpec, Norm, Rope
 
 Rotary = tuple[Tensor, Tensor]
@@ -308,6 +309,7 @@ class Decoder(nn.Module):
     Attributes:
         spec: The table it was built from.
         layers: One `Layer` each.
+        codecs: How the cache holds keys and values, of each layer that owns some.
         embedding: None where it is tied to the head: then tokens are looked up in the head's matrix.
     """
 
@@ -320,6 +322,8 @@ class Decoder(nn.Module):
         self.head = _linear(spec.head, dtype)
         self.embedding = None if spec.is_tied else _table(spec.vocab_size, spec.hidden_size, dtype)
         self.positions = _table(spec.max_positions, spec.hidden_size, dtype) if spec.position_embedding else None
+        owners = [x for x in spec.layers if x.kv_from_layer is None]
+        self.codecs = nn.ModuleList(Codec(spec, x, spec.kv_cache) for x in owners)
         self._places: dict[str, tuple[nn.Module, str]] = {spec.head.name: (self, "head")}
         for layer in self.layers:
             assert isinstance(layer, Layer)
@@ -374,6 +378,10 @@ class Decoder(nn.Module):
             found[f"{norm.name}.weight"] = module.weight
             if isinstance(module, nn.LayerNorm):
                 found[f"{norm.name}.bias"] = module.bias
+        for name in spec.cache_scales():
+            place, _, part = name.rpartition(".")
+            index = next(i for i, x in enumerate(spec.layers) if x.attention == place)
+            found[name] = getattr(self.codecs[self._slot_of[index]], part)
         return found
 
     def _norms(self) -> list[RmsNorm | nn.LayerNorm]:
@@ -386,6 +394,14 @@ class Decoder(nn.Module):
         return [*found, self.norm]
 
     # Computing.
+
+    def allocate(self, batch: int, max_tokens: int) -> list[Tensor]:
+        """A zeroed cache: keys and values of each layer that owns some, as its codec holds them."""
+        codecs = self._codecs()
+        return [y for x in codecs for y in x.allocate(batch, max_tokens, self.dtype, self.device)]
+
+    def _codecs(self) -> list[Codec]:
+        return [x for x in self.codecs if isinstance(x, Codec)]
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         """What the first layer takes.
@@ -432,14 +448,14 @@ class Decoder(nn.Module):
             ids: (B, K) int64.
             positions: (B, K) int64; where `mask` is None they must be lengths, lengths + 1, ...
             lengths: (B,) int64, tokens in the cache.
-            cache: k and v of each layer that owns some, each (B, kv_heads, max_tokens, D); changed in place.
+            cache: What `allocate` gave; changed in place.
             mask: (K, K) bool, which new tokens attend to which; None: causal.
             logit_rows: (B, n) int64.
 
         Returns:
             (B, n, V) float32.
         """
-        step = CacheStep(cache, lengths, positions, mask)
+        step = CacheStep(cache, lengths, positions, mask, self._codecs())
         rotary = self.rotary(positions)
         x = self.embed(ids, positions)
         for index, layer in enumerate(self.layers):
@@ -555,6 +571,13 @@ def round_inputs(decoder: Decoder, *, rounds: bool) -> None:
             module.rounds_inputs = rounds
 
 
+def round_cache(decoder: Decoder, *, rounds: bool) -> None:
+    """Let caches that are allocated from now on round keys and values as the table says, or hold them as they are."""
+    for codec in decoder.codecs:
+        assert isinstance(codec, Codec)
+        codec.form = decoder.spec.kv_cache if rounds else None
+
+
 def _dense(module: QuantLinear | FloatLinear, dtype: torch.dtype) -> nn.Linear:
     linear = _empty_linear(module.in_features, module.out_features, module.bias is not None, dtype)
     with torch.no_grad():
@@ -579,15 +602,24 @@ class _View:
 class CacheStep:
     """Keys and values of one step: written to the cache, then attended to up to the longest row."""
 
-    def __init__(self, cache: Sequence[Tensor], lengths: Tensor, positions: Tensor, mask: Tensor | None) -> None:
+    def __init__(
+        self,
+        cache: Sequence[Tensor],
+        lengths: Tensor,
+        positions: Tensor,
+        mask: Tensor | None,
+        codecs: Sequence[Codec] | None = None,
+    ) -> None:
         """Begin a step.
 
         Args:
-            cache: As in `Decoder.forward`, like the rest.
+            cache: As in `Decoder.forward`, like the rest. Without codecs: k and v of each layer that owns some.
             lengths: (B,) int64.
             positions: (B, K) int64.
             mask: (K, K) bool or None.
+            codecs: Of each layer that owns keys and values; None: they are cached as they are.
         """
+        self.codecs = codecs
         self.cache, self.lengths, self.positions, self.mask = cache, lengths, positions, mask
         self.width = positions.shape[1]
         rows = lengths.tolist()
@@ -598,18 +630,21 @@ class CacheStep:
             self.index = lengths[:, None] + torch.arange(self.width, device=lengths.device)
 
     def attend(self, spec: LayerSpec, slot: int) -> Attend:
-        """Attention for one layer, whose keys and values are the `slot`-th pair of the cache."""
-        keys, values = self.cache[2 * slot], self.cache[2 * slot + 1]
+        """Attention for one layer, whose keys and values are the `slot`-th of the cache."""
+        codec = None if self.codecs is None else self.codecs[slot]
+        width = 2 if self.codecs is None else len(self.cache) // len(self.codecs)
+        kept = self.cache[width * slot : width * (slot + 1)]
         if spec.window not in self.views:
             self.views[spec.window] = self._view(spec.window)
         view = self.views[spec.window]
 
         def attend(q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
             if k is not None and v is not None:
-                self._write(keys, k)
-                self._write(values, v)
-            seen = slice(view.span.start, view.span.stop)
-            return _attention(spec, q, keys[:, :, seen], values[:, :, seen], view.mask, view.is_causal)
+                for array, new in zip(kept, [k, v] if codec is None else codec.encode(k, v), strict=True):
+                    self._write(array, new)
+            seen = [array[:, :, view.span.start : view.span.stop] for array in kept]
+            keys, values = seen if codec is None else codec.decode(seen, q.dtype)
+            return _attention(spec, q, keys, values, view.mask, view.is_causal)
 
         return attend
 

@@ -7,6 +7,7 @@ where a tensor's values are needed, so `strop check` can read headers without it
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 
 from strop.artifact import MANIFEST, read_manifest
 from strop.errors import UserError
-from strop.families import FAMILIES, build_spec, expected_shapes, opaque_spec
+from strop.families import CACHE_KEY, FAMILIES, build_spec, cache_scheme, expected_shapes, opaque_spec
 from strop.safetensors_file import Piece, Stored, locate, read_json, write_json, write_tensors
 from strop.spec import DType, Linear, ModelSpec, Quantization
 
@@ -49,8 +50,8 @@ STORED_AS: Mapping[DType, str] = {dtype: name for name, dtype in FLOATS.items()}
 TORCH_NAMES: Mapping[str, str] = {
     **FLOATS, "F64": "float64", "I64": "int64", "I32": "int32", "I8": "int8", "U8": "uint8", "F8_E4M3": "float8_e4m3fn"
 }  # fmt: skip
-SCALES = (".weight_scale", ".input_scale", ".weight_global_scale")
-"""How names of scales end."""
+SCALES = (".weight_scale", ".input_scale", ".weight_global_scale", ".k_scale", ".v_scale")
+"""How names of scales end: of weights, inputs, keys and values."""
 
 
 # Reading.
@@ -300,7 +301,8 @@ def _stored_scale(linear: Linear, scale: Tensor) -> Tensor:
 def stored_tensors(spec: ModelSpec) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Tensor name -> (safetensors dtype, shape) of a checkpoint that holds just what its table describes."""
     main = STORED_AS[spec.dtype]
-    special = {f"{x.name}.{part}": kind for x in spec.linears() for part, (kind, _) in x.parts().items()}
+    parts = {f"{x.name}.{part}": kind for x in spec.linears() for part, (kind, _) in x.parts().items()}
+    special = {**parts, **dict.fromkeys(spec.cache_scales(), "BF16")}
     return {name: (special.get(name) or main, shape) for name, shape in sorted(expected_shapes(spec).items())}
 
 
@@ -422,20 +424,25 @@ def write_config(out: Path, spec: ModelSpec, config: Mapping[str, Any]) -> None:
     if spec.opaque_bytes is not None:
         write_json(out / CONFIG, kept)
         return
-    kept = {key: value for key, value in kept.items() if key not in ("quantization_config", "compression_config")}
+    replaced = ("quantization_config", "compression_config", CACHE_KEY)
+    kept = {key: value for key, value in kept.items() if key not in replaced}
+    scheme = None if spec.kv_cache is None else cache_scheme(spec.kv_cache)
+    if spec.kv_cache is not None and scheme is None:
+        kept[CACHE_KEY] = dataclasses.asdict(spec.kv_cache)
     groups: dict[Quantization, list[str]] = {}
     for linear in spec.linears():
         if linear.quantization is not None:
             groups.setdefault(linear.quantization, []).append(linear.name)
     kept["tie_word_embeddings"] = spec.is_tied and spec.head.quantization is None
-    if groups:
-        formats = sorted({stored_format(q) for q in groups})
+    if groups or scheme:
+        formats = sorted({stored_format(q) for q in groups}) or ["dense"]
         kept["quantization_config"] = {
             "quant_method": "compressed-tensors",
             "format": formats[0] if len(formats) == 1 else "mixed-precision",
             "quantization_status": "compressed",
             "config_groups": {f"group_{i}": _config_group(q, names) for i, (q, names) in enumerate(groups.items())},
             "ignore": [x.name for x in spec.linears() if x.quantization is None],
+            **({"kv_cache_scheme": scheme} if scheme else {}),
         }
         if len(groups) == 1 and not next(iter(groups)).symmetric:
             # compressed-tensors 0.18 to 0.20 prepare packed zero points in the wrong shape, so transformers opens

@@ -90,14 +90,14 @@ TOKEN_SCALE_BYTES = 4
 
 @dataclass(frozen=True)
 class CacheQuantization:
-    """How keys and values are kept in the cache: rounded symmetrically. Keys are rounded after rope, as they are cached.
+    """How keys and values are kept in the cache: rounded symmetrically, keys as they are cached, after rope.
 
     Attributes:
-        format: `int8` and `int4`: codes in [-2^(bits-1), 2^(bits-1) - 1]. `fp8`: floats with 4 bits of exponent and 3 of
-            mantissa, largest 448 (E4M3).
-        keys, values: What shares a scale. `tensor`: a layer; `head`: a head of it; `channel`: one of the head_dim values
-            of a head. These are found by calibration and stored. `token`: a head of one token, by a scale that follows
-            from its largest value when it is cached.
+        format: `int8` and `int4`: codes in [-2^(bits-1), 2^(bits-1) - 1]. `fp8`: floats with 4 bits of exponent and 3
+            of mantissa, largest 448 (E4M3).
+        keys, values: What shares a scale. `tensor`: a layer; `head`: a head of it; `channel`: one of the head_dim
+            values of a head. These are found by calibration and stored. `token`: a head of one token, by a scale that
+            follows from its largest value when it is cached.
     """
 
     format: CacheFormat
@@ -382,6 +382,18 @@ class ModelSpec:
         if self.cache_scales():
             raise UserError(
                 f"{stage} changes keys or values, whose scales an earlier stage calibrated: put kv_cache after it"
+            )
+
+    def check_float_cache(self, runtime: str) -> None:
+        """Refuse a rounded cache for a runtime that has none.
+
+        Raises:
+            UserError: The table has one.
+        """
+        if self.kv_cache is not None:
+            raise UserError(
+                f"{runtime} keeps keys and values as floats, kv_cache asks for {self.kv_cache.format}; allowed: eager, "
+                "and onnx_runtime with operators: contrib for int8 and int4"
             )
 
     def num_parameters(self) -> int:

@@ -10,7 +10,7 @@ import pytest
 import strop
 
 WORDS = """
-errors artifact machine spec families numerics layers safetensors_file model gguf_file wheel sources plugin
+errors artifact machine spec families numerics kv_codes layers safetensors_file model gguf_file wheel sources plugin
 stage program metric statistics decoding worker calibration export methods evals conformance faults gate
 report comparison plots page doctor store document recipes recipe catalog preflight starter digest runner
 release reply cli

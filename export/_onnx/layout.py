@@ -87,6 +87,7 @@ def check(spec: ModelSpec, runtime: str) -> None:
     Raises:
         UserError: One line: where, what was found, what is allowed.
     """
+    spec.check_float_cache(runtime)
     for index, layer in enumerate(spec.layers):
         owner = spec.layers[attends_to(spec, index)]
         if (owner.num_kv_heads, owner.head_dim) != (layer.num_kv_heads, layer.head_dim):
@@ -95,10 +96,10 @@ def check(spec: ModelSpec, runtime: str) -> None:
             raise UserError(f"{runtime}: layer {index} has heads of width {layer.head_dim}; allowed: even ones")
     for linear in spec.linears():
         q = linear.quantization
-        if q is not None and q.format != "int":
+        if q is not None and q.format not in ("int", "fp8"):
             raise UserError(
-                f"{runtime}: the graph of standard operators holds integers, {linear.name} is {q.format}; allowed: "
-                "int; vLLM opens the checkpoint itself"
+                f"{runtime}: the graph of standard operators holds integers and fp8, {linear.name} is {q.format}; "
+                "allowed: int, fp8; vLLM opens the checkpoint itself"
             )
         if q is not None and q.activations == "dynamic":
             raise UserError(
@@ -108,9 +109,9 @@ def check(spec: ModelSpec, runtime: str) -> None:
 
 
 def is_exact(linear: Linear) -> bool:
-    """Whether codes of a quantized linear always fit the operator with no offset: symmetric, and narrower than it."""
+    """Whether codes of a quantized linear fit the operator with no offset: symmetric and narrower than it, or fp8."""
     q = linear.quantization
-    return q is not None and q.symmetric and q.bits in (2, 3)
+    return q is not None and (q.format == "fp8" or (q.symmetric and q.bits in (2, 3)))
 
 
 def stored_bits(linear: Linear) -> int:

@@ -251,6 +251,7 @@ def check(spec: ModelSpec) -> None:
     """
     if spec.family not in ARCHITECTURES:
         raise UserError(f"gguf: {spec.family} has no architecture here; {did_you_mean(spec.family, ARCHITECTURES)}")
+    spec.check_float_cache("gguf: the file")
     for linear in spec.linears():
         if linear.quantization is not None and linear.quantization.format in ("fp8", "nvfp4"):
             raise UserError(

@@ -105,7 +105,8 @@ class OnnxRuntime(Stage):
             INTEGER: any(map(layout.rounds_inputs, quantized)),
             FLOAT8: any(map(layout.is_float8, quantized)),
         }
-        return ", ".join(name for name, is_there in kernels.items() if is_there) or FLOAT
+        linears = ", ".join(name for name, is_there in kernels.items() if is_there) or FLOAT
+        return linears if spec.kv_cache is None else f"{linears}{CACHE}{spec.kv_cache.format}"
 
     @staticmethod
     def load(path: Path, traits: Traits) -> Program:
@@ -116,12 +117,12 @@ class OnnxRuntime(Stage):
 
     @staticmethod
     def write_exact(path: Path, traits: Traits, out: Path) -> Traits | None:
-        """See `program.Rounding`: inputs of linears stay float32, and products of integers become those of floats.
+        """See `program.Rounding`: inputs of linears, keys and values stay float32, products become those of floats.
 
         Raises:
             MissingExtra: No onnx-ir.
         """
-        kernels = traits.kernels.replace(f"{LEVEL}4", f"{LEVEL}1").replace(INTEGER, FLOAT)
+        kernels = traits.kernels.replace(f"{LEVEL}4", f"{LEVEL}1").replace(INTEGER, FLOAT).partition(CACHE)[0]
         if kernels == traits.kernels:
             return None
         try:
@@ -135,6 +136,7 @@ class OnnxRuntime(Stage):
 STANDARD = "standard operators"
 LEVEL, INTEGER, FLOAT = "MatMulNBits accuracy_level ", "MatMulIntegerToFloat", "MatMul float32"
 FLOAT8 = "DequantizeLinear float8"
+CACHE = ", GroupQueryAttention over a cache in "
 """Kernels, as the traits name them."""
 WRITTEN_PER_SECOND = 2e8
 """Bytes, for estimates."""

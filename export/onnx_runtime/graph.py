@@ -31,7 +31,11 @@ OPSETS = {"": 21, CONTRIB: 1}
 IR_VERSION = 10
 FLOAT, INT32, INT64, INT8, UINT8 = (getattr(ir.DataType, x) for x in ("FLOAT", "INT32", "INT64", "INT8", "UINT8"))
 FLOAT8 = ir.DataType.FLOAT8E4M3FN
-INTEGER = "MatMulIntegerToFloat"
+INTEGER, ATTENTION = "MatMulIntegerToFloat", "GroupQueryAttention"
+K_QUANT_TYPE, V_QUANT_TYPE, BIT_WIDTH = "k_quant_type", "v_quant_type", "kv_cache_bit_width"
+K_SCALE, V_SCALE = 12, 13
+"""Attributes and inputs of attention. Its CPU kernel takes one type of scales for both: onnxruntime 1.32, int8 and
+int4, PER_TENSOR or PER_CHANNEL, with whatever else the graph asks of it. Scales by head are scales by channel here."""
 MIDDLE = 128
 """What rounded inputs are stored as above their value: on x86-64 without AVX-VNNI-INT8, onnxruntime 1.32 is quick only
 where one side of an integer product is unsigned."""
@@ -60,19 +64,37 @@ def write_model(spec: ModelSpec, weights: Weights, out: Path, *, accuracy_level:
 
 
 def copy_exact(source: Path, out: Path) -> None:
-    """Write the program of one folder into another, with no input of a linear rounded; weights stay what they are."""
+    """Write the program of one folder into another, with no input of a linear, no key and no value rounded.
+
+    Weights stay what they are.
+    """
     model = ir.load(source / shared.MODEL)
     for node in list(model.graph):
         if node.op_type == "MatMulNBits":
             node.attributes.add(ir.AttrInt64("accuracy_level", 1))
         elif node.op_type == INTEGER:
             _multiply_floats(model.graph, node)
+        elif node.op_type == ATTENTION and K_QUANT_TYPE in node.attributes:
+            _cache_floats(node)
     outputs = set(model.graph.outputs)
     for node in reversed(model.graph):
         if not any(x.uses() or x in outputs for x in node.outputs):
             model.graph.remove(node, safe=True)
     ir.save(model, out / shared.MODEL)
     shutil.copyfile(source / shared.DATA, out / shared.DATA)
+
+
+def _cache_floats(node: ir.Node) -> None:
+    """Let an attention keep keys and values as they are."""
+    packed = 8 // node.attributes[BIT_WIDTH].as_int()
+    for name in (K_QUANT_TYPE, V_QUANT_TYPE, BIT_WIDTH):
+        node.attributes.pop(name)
+    for place in (K_SCALE, V_SCALE):
+        node.replace_input_with(place, None)
+    for value in (*node.inputs[3:5], *node.outputs[1:3]):
+        if value is not None and value.shape is not None and value.dtype != FLOAT:
+            *rows, width = value.shape
+            value.dtype, value.shape = FLOAT, ir.Shape((*rows, width * packed))
 
 
 def _multiply_floats(graph: ir.Graph, node: ir.Node) -> None:
@@ -109,6 +131,8 @@ class _Lowering(GraphBuilder):
         """Layer -> its keys and values of the new tokens, where they are not one tensor with the queries."""
         self.cache: dict[int, list[ir.Value]] = {}
         """Layer -> keys and values of all tokens."""
+        self.scales: dict[int, list[ir.Value | None]] = {}
+        """Layer that owns some -> scales of its keys and of its values, where they are rounded."""
 
     def graph(self) -> ir.Graph:
         """Everything, from token ids to logits."""
@@ -183,7 +207,7 @@ class _Lowering(GraphBuilder):
         if self.trees:
             tree = [self.inputs["positions"] if rotates_inside else None, self.inputs[layout.bias_name(layer.window)]]
         steps = [self.inputs["ends"], self.inputs["total"]]
-        attributes: dict[str, int | float] = {
+        attributes: dict[str, int | float | str] = {
             "num_heads": layer.num_heads,
             "kv_num_heads": layer.num_kv_heads,
             "scale": layer.attention_scale,
@@ -194,9 +218,13 @@ class _Lowering(GraphBuilder):
         if layer.window is not None and not self.trees:
             # It counts places in the cache. In a tree these are not positions, so there the bias holds the window.
             attributes["local_window_size"] = layer.window
+        if self.spec.kv_cache is not None:
+            attributes |= dict.fromkeys((K_QUANT_TYPE, V_QUANT_TYPE), "PER_CHANNEL")
+            attributes[BIT_WIDTH] = self.spec.kv_cache.bits
+        scales = self._cache_scales(owner)
         output, *self.cache[index] = self.several(
-            "GroupQueryAttention",
-            [query, key, value, *past, *steps, *rope, *tree, None, None, None, None, None, self.inputs["counts"]],
+            ATTENTION,
+            [query, key, value, *past, *steps, *rope, *tree, None, *scales, None, None, self.inputs["counts"]],
             attributes,
             num_outputs=3,
         )
@@ -205,6 +233,17 @@ class _Lowering(GraphBuilder):
             after.type, after.shape = before.type, before.shape
         self.new[index] = (key, value)
         return output
+
+    def _cache_scales(self, owner: int) -> list[ir.Value | None]:
+        """Scales (1, kv_heads, 1, head_dim) of a layer's keys and values."""
+        layer = self.spec.layers[owner]
+        if self.spec.kv_cache is None:
+            return [None, None]
+        if owner not in self.scales:
+            shape, names = (1, layer.num_kv_heads, 1, layer.head_dim), [f"{layer.attention}.{x}_scale" for x in "kv"]
+            found = [np.broadcast_to(self._load(name), shape) for name in names]
+            self.scales[owner] = [self.data.add(name, FLOAT, shape, (x,)) for name, x in zip(names, found, strict=True)]
+        return self.scales[owner]
 
     def _project(self, index: int, x: ir.Value) -> tuple[ir.Value, ir.Value | None, ir.Value | None]:
         """Queries, keys and values (B, K, heads · D), or all in one (qkv, None, None)."""
@@ -414,6 +453,7 @@ class _Lowering(GraphBuilder):
 
 def _inputs(spec: ModelSpec, trees: bool) -> dict[str, ir.Value]:
     """Name -> graph input."""
+    kind = FLOAT if spec.kv_cache is None else {8: INT8, 4: UINT8}[spec.kv_cache.bits]
     declared: list[tuple[str, ir.DataType, tuple[int | str, ...]]] = [
         ("ids", INT64, ("B", "K")),
         ("ends", INT32, ("B",)),
@@ -429,8 +469,8 @@ def _inputs(spec: ModelSpec, trees: bool) -> dict[str, ir.Value]:
         declared += [(f"{part}_{i}", FLOAT, ("M", len(rope.inv_freq))) for part in ("cos", "sin")]
     for i, layer in enumerate(spec.layers):
         if layer.kv_from_layer is None:
-            shape = ("B", layer.num_kv_heads, "M", layer.head_dim)
-            declared += [(f"past_{part}_{i}", FLOAT, shape) for part in ("keys", "values")]
+            shape = ("B", layer.num_kv_heads, "M", layout.cache_width(spec, layer))
+            declared += [(f"past_{part}_{i}", kind, shape) for part in ("keys", "values")]
     return {name: declare(name, dtype, shape) for name, dtype, shape in declared}
 
 

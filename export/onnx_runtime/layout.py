@@ -142,6 +142,13 @@ def check(spec: ModelSpec) -> None:
             raise UserError(
                 f"onnx_runtime: layer {index} takes keys of layer {layer.kv_from_layer}, whose heads differ"
             )
+    form = spec.kv_cache
+    if form is not None and (form.format == "fp8" or "token" in (form.keys, form.values)):
+        found = "format fp8" if form.format == "fp8" else "scales by token"
+        raise UserError(
+            f"onnx_runtime: GroupQueryAttention keeps keys and values in int8 or int4 with calibrated scales, kv_cache "
+            f"asks for {found}; allowed: format int8, int4; keys and values tensor, head, channel"
+        )
     for linear in spec.linears():
         if is_float8(linear) and rounds_inputs(linear):
             raise UserError(
@@ -165,6 +172,11 @@ def check(spec: ModelSpec) -> None:
             f"onnx_runtime: tokens are looked up in the quantized {spec.head.name}, {spec.hidden_size} wide; "
             f"allowed: multiples of {SMALLEST_BLOCK}"
         )
+
+
+def cache_width(spec: ModelSpec, layer: LayerSpec) -> int:
+    """Numbers that hold the keys of one token in one head: floats, int8, or bytes of two 4-bit codes."""
+    return layer.head_dim * (8 if spec.kv_cache is None else spec.kv_cache.bits) // 8
 
 
 def notes(spec: ModelSpec) -> tuple[str, ...]:
@@ -216,6 +228,8 @@ def size_bytes(spec: ModelSpec, trees: bool) -> int:
         total += _linear_bytes(spec.head)
     if not shares_codes(spec):
         total += 4 * spec.vocab_size * spec.hidden_size
+    if spec.kv_cache is not None:
+        total += sum(2 * 4 * x.num_kv_heads * x.head_dim for x in spec.layers if x.kv_from_layer is None)
     return total + sum(_num_records(x, trees) for x in spec.layers) * NODE_BYTES
 
 

@@ -39,6 +39,8 @@ DTYPES: Mapping[str, type[np.generic]] = {
     "tensor(int32)": np.int32,
     "tensor(int64)": np.int64,
     "tensor(bool)": np.bool_,
+    "tensor(int8)": np.int8,
+    "tensor(uint8)": np.uint8,
 }
 ROWS_BEFORE = "lengths"
 """Input that only the graph of standard operators has: tokens that each row holds before the step."""
@@ -121,8 +123,8 @@ class OnnxProgram(Program):
 
     def allocate(self, batch: int, max_tokens: int) -> Cache:
         """See `Program.allocate`."""
-        shapes = [shape for name, (_, shape) in self.inputs.items() if name.startswith("past_")]
-        return [np.zeros((batch, heads, max_tokens, width), np.float32) for _, heads, _, width in shapes]
+        past = [x for name, x in self.inputs.items() if name.startswith("past_")]
+        return [np.zeros((batch, heads, max_tokens, width), DTYPES[kind]) for kind, (_, heads, _, width) in past]
 
     def bind(self, cache: Cache) -> Forward:
         """See `Program.bind`."""

@@ -85,6 +85,7 @@ def check(spec: ModelSpec) -> None:
     """
     if spec.opaque_bytes is not None:
         raise UserError(f"export: {spec.family} is not a known family, torch_compile cannot lower it; allowed: eager")
+    spec.check_float_cache("export: torch_compile")
     for linear in spec.linears():
         if linear.quantization is not None and linear.quantization.format != "int":
             raise UserError(

@@ -123,6 +123,7 @@ class Awq(Stage):
 
     def _quantized(self, spec: ModelSpec) -> tuple[ModelSpec, list[Linear]]:
         """The table of the output, and the linears of the input that change."""
+        spec.check_cache("awq")
         linears = spec.match(self.targets)
         return spec.quantize({x.name: self._quantization() for x in linears}), linears
 

@@ -56,6 +56,7 @@ class Rotate(Stage):
 
     def plan(self, spec: ModelSpec, num_calibration_tokens: int) -> Plan:  # noqa: ARG002 # needs none
         """See `Stage.plan`."""
+        spec.check_cache("rotate")
         result = self._rotated(spec)
         sizes = [x.in_features * x.out_features for x in self._changed(spec)]
         largest = max(spec.vocab_size * spec.hidden_size if self._turns_residual else 0, *sizes)
