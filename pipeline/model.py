@@ -43,6 +43,10 @@ COMPANIONS = (
     *LICENCES,
 )
 """Files that go wherever a model goes. Never code, never weights."""
+PLAIN_TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
+"""Names of transformers' class that takes tokenizer.json as it is."""
+OTHER_TOKENIZERS = ("qwen2", "phi3")
+"""Model types whose own class transformers takes all the same."""
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """A model folder holds at least one of these."""
 FLOATS: Mapping[str, DType] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -507,14 +511,31 @@ def load_tokenizer(folder: Path) -> Any:
     Raises:
         UserError: The folder has none that transformers can open.
     """
-    from transformers import AutoTokenizer
-
     if not any((folder / name).is_file() for name in TOKENIZERS):
         raise UserError(f"{folder}: has no tokenizer; allowed: {', '.join(TOKENIZERS)}")
     try:
+        if _has_plain_tokenizer(folder):
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+        from transformers import AutoTokenizer
+
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (ValueError, OSError, KeyError, TypeError) as error:
         raise UserError(f"{folder}: its tokenizer cannot be opened: {str(error).splitlines()[0]}") from error
+
+
+def _has_plain_tokenizer(folder: Path) -> bool:
+    """Whether the tokenizer is what tokenizer.json says and nothing else: `AutoTokenizer` would give the same.
+
+    `AutoTokenizer` loads torch and takes three seconds to be imported.
+    """
+    settings, file = folder / "tokenizer_config.json", folder / "tokenizer.json"
+    if not settings.is_file() or not file.is_file() or not (folder / "config.json").is_file():
+        return False
+    content = read_json(settings)
+    is_plain = content.get("tokenizer_class") in PLAIN_TOKENIZERS and "auto_map" not in content
+    return is_plain and read_config(folder).get("model_type") not in OTHER_TOKENIZERS
 
 
 def load_decoder(folder: Path, device: str = "cpu") -> Decoder:

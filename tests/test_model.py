@@ -369,3 +369,29 @@ def test_tables_are_read_without_torch(tmp_path: Path) -> None:
         "assert not {'torch', 'transformers', 'onnx'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code, str(source)], check=True)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "phi3", "gpt2"])
+@pytest.mark.parametrize("name", ["TokenizersBackend", "PreTrainedTokenizerFast", "LlamaTokenizer"])
+def test_tokenizers_are_those_of_transformers(family: str, name: str, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    source = tiny_folder(tmp_path / "source", family)
+    path = source / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps({**settings, "tokenizer_class": name}))
+    found, expected = load_tokenizer(source), AutoTokenizer.from_pretrained(source)
+    assert type(found) is type(expected)
+    text = "An assert, 12 of 345 —  naïve\n\tdef f(x):"
+    assert found(text)["input_ids"] == expected(text)["input_ids"]
+    assert found.eos_token_id == expected.eos_token_id
+
+
+def test_a_tokenizer_that_is_its_file_alone_is_opened_without_torch(tmp_path: Path) -> None:
+    source = tiny_folder(tmp_path / "source")
+    code = (
+        "import sys; from pathlib import Path; from strop.model import load_tokenizer;"
+        "t = load_tokenizer(Path(sys.argv[1])); t.decode(t('a').input_ids);"
+        "t.apply_chat_template([{'role': 'user', 'content': 'a'}], tokenize=False); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, str(source)], check=True)
