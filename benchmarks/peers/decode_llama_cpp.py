@@ -27,8 +27,8 @@ def main() -> None:
     memory = llama_cpp.llama_get_memory(context)
 
     def next_token(tokens: list[int]) -> int:
-        batch = llama_cpp.llama_batch_get_one((llama_cpp.llama_token * len(tokens))(*tokens), len(tokens))
-        if llama_cpp.llama_decode(context, batch):
+        array = (llama_cpp.llama_token * len(tokens))(*tokens)  # the batch holds a bare pointer to it
+        if llama_cpp.llama_decode(context, llama_cpp.llama_batch_get_one(array, len(tokens))):
             sys.exit("llama_decode failed")
         logits = llama_cpp.llama_get_logits_ith(context, -1)
         return int(np.ctypeslib.as_array(logits, (vocabulary,)).argmax())
