@@ -134,7 +134,8 @@ def _setting(spec: ModelSpec) -> Quantization:
     q = next(x for x in found if x is not None)
     if q.format != "int":
         raise UserError(
-            f"auto_gptq: the layout holds integers, found {q.format}; allowed: int; vLLM opens the checkpoint itself"
+            f"auto_gptq: the layout holds integers, found {q.format}; allowed: int; {q.opened_by} opens the checkpoint "
+            "itself"
         )
     if q.activations is not None:
         raise UserError(f"auto_gptq: inputs rounded to int8 ({q.activations}) have no place in the layout")

@@ -24,7 +24,7 @@ from strop.model import stored_format
 from strop.recipe import ModelSource, RecipeText, VariantText, built_in, describe_fields
 from strop.report import aligned
 from strop.spec import (
-    FLOAT_FORMATS,
+    FIXED_FORMATS,
     Activations,
     LayerSpec,
     Linear,
@@ -59,7 +59,7 @@ FORMATS: dict[str, Quantization] = {
     **{f"format: fp8, activations: {x}": Quantization(8, None, True, x, "fp8") for x in get_args(Activations)},
     **{
         f"format: {x}": Quantization(y.bits, y.group_size, True, format=x)
-        for x, y in FLOAT_FORMATS.items()
+        for x, y in FIXED_FORMATS.items()
         if x != "fp8"
     },
 }

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from strop.errors import UserError, did_you_mean
 from strop.spec import (
-    FLOAT_FORMATS,
+    FIXED_FORMATS,
+    QUANT_STATE,
     Activations,
     CacheFormat,
     CacheQuantization,
@@ -559,7 +560,7 @@ def _longrope(periods: Floats, rope: Config, factor: float, original: int) -> tu
     return (1 / (np.array(numbers, dtype=np.float32) * periods)).astype(np.float32), attention
 
 
-# Quantized checkpoints (compressed-tensors).
+# Quantized checkpoints (compressed-tensors, and bitsandbytes).
 
 
 def _read_quantizations(config: Config, spec: ModelSpec, tensors: Tensors) -> dict[str, Quantization]:
@@ -574,6 +575,8 @@ def _read_quantizations(config: Config, spec: ModelSpec, tensors: Tensors) -> di
         if packed:
             raise UserError(f"config.json: {packed[0]} is stored in codes, but there is no quantization_config")
         return {}
+    if settings.get("quant_method") == "bitsandbytes":
+        return _read_bitsandbytes(spec, tensors)
     if settings.get("quant_method") != "compressed-tensors":
         raise UserError(
             f"config.json: quantization_config of {_brief(settings.get('quant_method'))} is not supported; allowed: "
@@ -590,6 +593,25 @@ def _read_quantizations(config: Config, spec: ModelSpec, tensors: Tensors) -> di
             found[name] = _quantization(targets[matched], settings.get("format"))
         elif matched is not None and f"{name}.weight" in tensors:
             raise UserError(f"config.json: quantization_config names {name}, but its weight is not stored in codes")
+    return found
+
+
+def _read_bitsandbytes(spec: ModelSpec, tensors: Tensors) -> dict[str, Quantization]:
+    """The same for a checkpoint of bitsandbytes, whose config names no linears: by the tensors that are there."""
+    found: dict[str, Quantization] = {}
+    for name in (x.name for x in spec.linears()):
+        form: NumberFormat | None = None
+        if f"{name}.{QUANT_STATE}" in tensors and f"{name}.weight.nested_absmax" not in tensors:
+            form = "nf4"
+        elif f"{name}.SCB" in tensors:
+            form = "llm_int8"
+        elif any(f"{name}.weight.{x}" in tensors for x in ("absmax", "quant_map")):
+            raise UserError(
+                f"config.json: quantization_config of bitsandbytes, but {name} is not nf4 with plain scales; allowed: "
+                "nf4 in blocks of 64 without double quantization, and int8"
+            )
+        if form is not None:
+            found[name] = Quantization(FIXED_FORMATS[form].bits, FIXED_FORMATS[form].group_size, True, format=form)
     return found
 
 
@@ -638,7 +660,7 @@ def _quantization(group: Config, outer_format: object) -> Quantization:
         is_w8a8 = form == "int-quantized" and activations and (bits, strategy, is_symmetric) == (8, "channel", True)
         is_supported = bool(is_packed or is_w8a8)
     else:
-        only, strategies = FLOAT_FORMATS[format], STRATEGIES[format]
+        only, strategies = FIXED_FORMATS[format], STRATEGIES[format]
         is_fit = strategy in strategies and is_symmetric and (bits, size) == (only.bits, only.group_size)
         is_supported = is_fit and (not inputs or (format == "fp8" and activations is not None))
     is_plain = weights.get("type", "int") == kind and not group.get("output_activations") and not weights.get("dynamic")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from strop import numerics
 from strop.kv_codes import Codec
-from strop.spec import LayerSpec, Linear, ModelSpec, Norm, Rope
+from strop.spec import BITSANDBYTES, LayerSpec, Linear, ModelSpec, Norm, Rope
 
 Rotary = tuple[Tensor, Tensor]
 """cos and signed sin, each (B, 1, K, 2·len(inv_freq)): x·cos + swapped halves of x·sin."""
@@ -23,6 +23,7 @@ Attend = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 """q (B, heads, K, D), k and v (B, kv_heads, K, D) or None for a layer without its own -> (B, heads, K, D)."""
 _STORED: Mapping[str, torch.dtype] = {
     "F8_E4M3": torch.float8_e4m3fn,
+    "I8": torch.int8,
     "U8": torch.uint8,
     "BF16": torch.bfloat16,
     "F32": torch.float32,
@@ -141,15 +142,15 @@ class IntegerLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-class FloatLinear(nn.Module):
-    """y = W x + b with W in a float format, exactly the tensors of the checkpoint, and x rounded to fp8 or not.
+class FixedLinear(nn.Module):
+    """y = W x + b with W in a format other than `int`, exactly the checkpoint's tensors, and x rounded to fp8 or not.
 
     Dequantized at every call. Products of two numbers of fp8 are exact in float32, so where x is rounded too, this is
     what an fp8 engine computes, but for the order of sums and of scaling.
 
     Attributes:
         quantization: Of W.
-        parts: Names of the buffers that hold W and the scale of inputs, those of `Linear.parts`.
+        parts: Of W and the scale of inputs: names as in `Linear.parts`.
         bias: (out,) or None.
         rounds_inputs: False: x stays as it is.
     """
@@ -165,34 +166,40 @@ class FloatLinear(nn.Module):
         self.parts = tuple(stored)
         for part, (kind, shape) in stored.items():
             assert kind is not None
-            self.register_buffer(part, torch.empty(shape, dtype=_STORED[kind]))
+            self.register_buffer(_buffer(part), torch.empty(shape, dtype=_STORED[kind]))
         self.register_buffer("bias", torch.empty(linear.out_features, dtype=dtype) if linear.has_bias else None)
         self.rounds_inputs = linear.quantization.activations is not None
 
+    def part(self, name: str) -> Tensor:
+        """As it is stored."""
+        return self.get_buffer(_buffer(name))
+
     def dense(self) -> Tensor:
         """W (out, in), float32."""
-        return numerics.dequantize(*numerics.load_floats(self.get_buffer, self.quantization))
+        return numerics.dequantize(*numerics.load_fixed(self.part, self.quantization, self.out_features))
 
     def rows(self, indices: Tensor) -> Tensor:
         """Rows of W, float32: (*indices.shape, in)."""
         flat = indices.flatten()
+        if self.quantization.format in BITSANDBYTES:
+            return self.dense()[indices]
 
-        def load(part: str) -> Tensor:
-            stored = self.get_buffer(part)
+        def load(name: str) -> Tensor:
+            stored = self.part(name)
             return stored[flat] if stored.ndim == 2 else stored
 
-        rows = numerics.dequantize(*numerics.load_floats(load, self.quantization))
+        rows = numerics.dequantize(*numerics.load_fixed(load, self.quantization, len(flat)))
         return rows.reshape(*indices.shape, self.in_features)
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, in) -> (…, out), in the dtype of x."""
         if self.quantization.activations is None:
             return F.linear(x, self.dense().to(x.dtype), self.bias)
-        codes, scale, _ = numerics.load_floats(self.get_buffer, self.quantization)
+        codes, scale, _ = numerics.load_fixed(self.part, self.quantization, self.out_features)
         inputs, scale = x.float(), scale.T
         if self.rounds_inputs:
             is_static = self.quantization.activations == "static"
-            input_scale = self.get_buffer("input_scale").float() if is_static else numerics.token_scales(x, "fp8")
+            input_scale = self.part("input_scale").float() if is_static else numerics.token_scales(x, "fp8")
             inputs, scale = numerics.round_inputs(x, input_scale, "fp8"), input_scale * scale
         y = (F.linear(inputs, codes.float()) * scale).to(x.dtype)
         return y if self.bias is None else y + self.bias
@@ -415,7 +422,7 @@ class Decoder(nn.Module):
         """
         if self.embedding is not None:
             x = F.embedding(ids, self.embedding.weight)
-        elif isinstance(self.head, QuantLinear | IntegerLinear | FloatLinear):
+        elif isinstance(self.head, QuantLinear | IntegerLinear | FixedLinear):
             x = self.head.rows(ids).to(self.dtype)
         else:
             assert isinstance(self.head, nn.Linear)
@@ -550,16 +557,16 @@ def cache_slots(spec: ModelSpec) -> list[int]:
 def fold(decoder: Decoder) -> None:
     """Unpack weights for good, in place, one at a time, so that no step does it.
 
-    Every `QuantLinear`, and every `FloatLinear` that does not round its inputs, becomes a dense `nn.Linear` of the
-    decoder's dtype, the codes of every `IntegerLinear` and of the other `FloatLinear` float32.
+    Every `QuantLinear`, and every `FixedLinear` that does not round its inputs, becomes a dense `nn.Linear` of the
+    decoder's dtype, the codes of every `IntegerLinear` and of the other `FixedLinear` float32.
     """
     for linear in decoder.spec.linears():
         module = decoder.linear(linear.name)
         if isinstance(module, IntegerLinear):
             module.codes = module.codes.float()
-        elif isinstance(module, FloatLinear) and module.quantization.activations is not None:
-            module.weight = module.get_buffer("weight").float()
-        elif isinstance(module, QuantLinear | FloatLinear):
+        elif isinstance(module, FixedLinear) and module.quantization.activations is not None:
+            module.weight = module.part("weight").float()
+        elif isinstance(module, QuantLinear | FixedLinear):
             decoder.replace_linear(linear.name, _dense(module, decoder.dtype))
 
 
@@ -567,7 +574,7 @@ def round_inputs(decoder: Decoder, *, rounds: bool) -> None:
     """Let every linear of 8-bit inputs round them, or take them as they are, in place."""
     for linear in decoder.spec.linears():
         module = decoder.linear(linear.name)
-        if isinstance(module, IntegerLinear | FloatLinear):
+        if isinstance(module, IntegerLinear | FixedLinear):
             module.rounds_inputs = rounds
 
 
@@ -578,7 +585,7 @@ def round_cache(decoder: Decoder, *, rounds: bool) -> None:
         codec.form = decoder.spec.kv_cache if rounds else None
 
 
-def _dense(module: QuantLinear | FloatLinear, dtype: torch.dtype) -> nn.Linear:
+def _dense(module: QuantLinear | FixedLinear, dtype: torch.dtype) -> nn.Linear:
     linear = _empty_linear(module.in_features, module.out_features, module.bias is not None, dtype)
     with torch.no_grad():
         linear.weight.copy_(module.dense())
@@ -747,7 +754,7 @@ def _rotate(x: Tensor, rotary: Rotary) -> Tensor:
 def _linear(linear: Linear, dtype: torch.dtype) -> nn.Module:
     if linear.quantization is not None:
         if linear.quantization.format != "int":
-            return FloatLinear(linear, dtype)
+            return FixedLinear(linear, dtype)
         return QuantLinear(linear, dtype) if linear.quantization.is_packed else IntegerLinear(linear, dtype)
     return _empty_linear(linear.in_features, linear.out_features, linear.has_bias, dtype)
 
@@ -771,6 +778,11 @@ def _optional_norm(norm: Norm | None, dtype: torch.dtype) -> RmsNorm | nn.LayerN
     return None if norm is None else make_norm(norm, dtype)
 
 
+def _buffer(part: str) -> str:
+    """Of a part of a linear: names of buffers have no dots."""
+    return part.replace(".", "_")
+
+
 def _stored(name: str, module: nn.Module, is_transposed: bool) -> dict[str, Tensor]:
     """Stored name -> tensor of one linear."""
     found: dict[str, Tensor] = {}
@@ -782,8 +794,8 @@ def _stored(name: str, module: nn.Module, is_transposed: bool) -> dict[str, Tens
         found[f"{name}.weight"], found[f"{name}.weight_scale"] = module.codes, module.scale
         if module.input_scale is not None:
             found[f"{name}.input_scale"] = module.input_scale
-    elif isinstance(module, FloatLinear):
-        found.update({f"{name}.{part}": module.get_buffer(part) for part in module.parts})
+    elif isinstance(module, FixedLinear):
+        found.update({f"{name}.{part}": module.part(part) for part in module.parts})
     else:
         assert isinstance(module, nn.Linear)
         found[f"{name}.weight"] = module.weight.T if is_transposed else module.weight

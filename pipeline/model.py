@@ -18,7 +18,7 @@ from strop.artifact import MANIFEST, read_manifest
 from strop.errors import UserError
 from strop.families import CACHE_KEY, FAMILIES, build_spec, cache_scheme, expected_shapes, opaque_spec
 from strop.safetensors_file import Piece, Stored, locate, read_json, write_json, write_tensors
-from strop.spec import DType, Linear, ModelSpec, Quantization
+from strop.spec import BITSANDBYTES, DType, Linear, ModelSpec, Quantization
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -126,7 +126,7 @@ def _recast_headers(config: Mapping[str, Any], headers: Headers, dtype: DType) -
 def _main_dtype(headers: Headers) -> DType:
     counts = dict.fromkeys(FLOATS, 0)
     for name, (dtype, shape) in headers.items():
-        if dtype in counts and not name.endswith(SCALES):
+        if dtype in counts and not name.endswith((*SCALES, ".absmax", ".quant_map", ".SCB")):
             counts[dtype] += math.prod(shape)
     most = max(counts, key=lambda x: counts[x])
     if counts[most] == 0:
@@ -213,11 +213,11 @@ def _unpack(linear: Linear, load: Callable[[str], Tensor]) -> tuple[Tensor, Tens
     """As `load_packed`, from a function that gives the stored parts by name."""
     import torch
 
-    from strop.numerics import load_floats, unpack
+    from strop.numerics import load_fixed, unpack
 
     q = _quantization(linear)
     if q.format != "int":
-        return load_floats(load, q)
+        return load_fixed(load, q, linear.out_features)
     rows, columns, groups = linear.out_features, linear.in_features, linear.num_groups()
     codes = unpack(load("weight_packed"), q.bits, (rows, columns)) if q.is_packed else load("weight")
     scale = load("weight_scale").float()
@@ -261,8 +261,8 @@ def packed_tensors(
     Returns:
         Tensor name -> tensor: `weight_packed` int32, `weight_scale` bfloat16, `weight_shape` int64, and where it is
         asymmetric `weight_zero_point` int32, packed along the rows. Where inputs are rounded: `weight` int8,
-        `weight_scale`, and where that is static `input_scale` bfloat16 (1,). Of float formats as
-        `numerics.store_floats`.
+        `weight_scale`, and where that is static `input_scale` bfloat16 (1,). Of other formats as
+        `numerics.store_fixed`.
 
     Raises:
         ValueError: A scale is not a bfloat16 value: the codes were computed with another one. Or the scale of inputs
@@ -270,14 +270,14 @@ def packed_tensors(
     """
     import torch
 
-    from strop.numerics import pack, store_floats
+    from strop.numerics import pack, store_fixed
 
     q = _quantization(linear)
     if not q.is_packed:
         if q.format == "int":
             parts = {"weight": codes, "weight_scale": _stored_scale(linear, scale)}
         else:
-            parts = store_floats(codes, scale, q, global_scale)
+            parts = store_fixed(codes, scale, q, global_scale)
         if q.activations == "static":
             if input_scale is None:
                 raise ValueError(f"{linear.name}: no scale for its inputs")
@@ -430,15 +430,18 @@ def write_config(out: Path, spec: ModelSpec, config: Mapping[str, Any]) -> None:
         return
     replaced = ("quantization_config", "compression_config", CACHE_KEY)
     kept = {key: value for key, value in kept.items() if key not in replaced}
-    scheme = None if spec.kv_cache is None else cache_scheme(spec.kv_cache)
-    if spec.kv_cache is not None and scheme is None:
-        kept[CACHE_KEY] = dataclasses.asdict(spec.kv_cache)
     groups: dict[Quantization, list[str]] = {}
     for linear in spec.linears():
         if linear.quantization is not None:
             groups.setdefault(linear.quantization, []).append(linear.name)
+    theirs = next((q for q in groups if q.format in BITSANDBYTES), None)
+    scheme = None if spec.kv_cache is None or theirs is not None else cache_scheme(spec.kv_cache)
+    if spec.kv_cache is not None and scheme is None:
+        kept[CACHE_KEY] = dataclasses.asdict(spec.kv_cache)
     kept["tie_word_embeddings"] = spec.is_tied and spec.head.quantization is None
-    if groups or scheme:
+    if theirs is not None:
+        kept["quantization_config"] = _bitsandbytes(spec, theirs)
+    elif groups or scheme:
         formats = sorted({stored_format(q) for q in groups}) or ["dense"]
         kept["quantization_config"] = {
             "quant_method": "compressed-tensors",
@@ -461,8 +464,23 @@ def write_config(out: Path, spec: ModelSpec, config: Mapping[str, Any]) -> None:
 
 def stored_format(q: Quantization) -> str:
     """What compressed-tensors calls it. Engines that multiply integers take int8 weights as they are, not packed."""
-    floats = {"fp8": "float-quantized", "mxfp4": "mxfp4-pack-quantized", "nvfp4": "nvfp4-pack-quantized"}
-    return floats.get(q.format) or ("pack-quantized" if q.is_packed else "int-quantized")
+    others = {"fp8": "float-quantized", "mxfp4": "mxfp4-pack-quantized", "nvfp4": "nvfp4-pack-quantized"}
+    others |= dict.fromkeys(BITSANDBYTES, "bitsandbytes")
+    return others.get(q.format) or ("pack-quantized" if q.is_packed else "int-quantized")
+
+
+def _bitsandbytes(spec: ModelSpec, q: Quantization) -> dict[str, Any]:
+    """What transformers' BitsAndBytesConfig says of a checkpoint whose linears are stored so, or as they are."""
+    return {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": q.bits == 4,
+        "load_in_8bit": q.bits == 8,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_quant_storage": "uint8",
+        "bnb_4bit_use_double_quant": False,
+        "bnb_4bit_compute_dtype": spec.dtype,
+        "llm_int8_skip_modules": [x.name for x in spec.linears() if x.quantization is None],
+    }
 
 
 def _config_group(q: Quantization, names: list[str]) -> dict[str, Any]:

@@ -4,7 +4,8 @@ Legend: W (out, in) weights, Q (out, in) codes, s (out, groups) scales, z (out, 
 W ≈ (Q - z) · s, with z = 0 where the format is symmetric. Q and z are signed: [-2^(bits-1), 2^(bits-1) - 1].
 
 Of mxfp4 and nvfp4, Q is twice the element (E2M1), which makes it one of the integers `E2M1`, and s half the scale: a
-grid of integers with gaps, for whatever takes integers. Of fp8, Q is the element itself, in torch's float8_e4m3fn.
+grid of integers with gaps, for whatever takes integers. Of fp8, Q is the element itself, in torch's float8_e4m3fn, of
+nf4 the quantile, in float32. Of llm_int8 it is from -127 to 127.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from strop.spec import NumberFormat, Quantization
+from strop.spec import QUANT_STATE, NumberFormat, Quantization, quant_state
 
 SMALLEST_SCALE = 2.0**-14
 LARGEST_SCALE = 65280.0
@@ -31,18 +32,30 @@ E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)
 """Twice the magnitudes of E2M1, by their three bits."""
 LARGEST_E2M1 = 12.0
 """Twice 6."""
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+"""Dettmers et al. 2023, appendix E."""
+LARGEST_INT8 = 127.0
+"""Of llm_int8."""
 LARGEST_E4M3 = 448.0
+SMALLEST_ABSMAX = 2.0**-100
+"""Of a block of nf4, which is stored in float32: above zero."""
 SMALLEST_E4M3 = 2.0**-9
 """Above zero: the smallest scale of a block of nvfp4."""
 
 SHRINKS = tuple(x / 100 for x in range(70, 116, 3))
 """What `search_scales` multiplies a group's extremes by."""
-FLOAT_SHRINKS: dict[NumberFormat, tuple[float, ...]] = {
+FIXED_SHRINKS: dict[NumberFormat, tuple[float, ...]] = {
     "fp8": SHRINKS,
     "mxfp4": (0.5, 2.0),
     "nvfp4": (*SHRINKS, 1.25, 1.5),
+    "nf4": SHRINKS,
+    "llm_int8": SHRINKS,
 }
-"""The same of float formats. Powers of two are all that mxfp4 has; 1.5 puts the largest weight on 4 instead of 6, which
+"""The same of other formats. Powers of two are all that mxfp4 has; 1.5 puts the largest weight on 4 instead of 6, which
 leaves less of a gap below it."""
 SEARCH_WEIGHTS = 2**16
 """Weights that `search_scales` tries everything on at once: they stay in the processor's cache."""
@@ -78,7 +91,7 @@ def find_scales(weight: Tensor, quantization: Quantization, largest: Tensor | No
 
     Symmetric scales of integers are signed: the larger extreme of a group sits on the code -2^(bits-1), so that all
     codes are used (the sign costs nothing at run time; AutoRound, Cheng et al. 2023, arXiv 2309.05516, does the same).
-    Of float formats the largest magnitude of a group comes to the largest element, or just below.
+    Of other formats the largest magnitude of a group comes to the largest element, or just below.
 
     Args:
         weight: W (out, in), any float dtype.
@@ -113,11 +126,16 @@ def _extreme_scales(extreme: Tensor, format: NumberFormat, unit: Tensor) -> Tens
         mantissa, exponent = torch.frexp(extreme)
         exponent = torch.where(mantissa >= 0.875, exponent - 3, exponent - 4)
         return _powers(exponent).clamp(SMALLEST_SCALE, LARGEST_POWER)
-    return _round_float_scales(extreme / (LARGEST_E4M3 if format == "fp8" else LARGEST_E2M1), format, unit)
+    largest = {"fp8": LARGEST_E4M3, "nvfp4": LARGEST_E2M1, "nf4": 1.0, "llm_int8": LARGEST_INT8}
+    return _round_fixed_scales(extreme / largest[format], format, unit)
 
 
-def _round_float_scales(scale: Tensor, format: NumberFormat, unit: Tensor) -> Tensor:
-    """Scales of a float format as they are stored. `unit`: of nvfp4 its `global_scale`, (1,)."""
+def _round_fixed_scales(scale: Tensor, format: NumberFormat, unit: Tensor) -> Tensor:
+    """Scales of a format other than `int` as they are stored. `unit`: of nvfp4 its `global_scale`, (1,)."""
+    if format == "nf4":
+        return scale.clamp(min=SMALLEST_ABSMAX)
+    if format == "llm_int8":
+        return round_scales(scale * LARGEST_INT8) / LARGEST_INT8
     if format == "fp8":
         return round_scales(scale)
     if format == "mxfp4":
@@ -168,7 +186,7 @@ def search_scales(weight: Tensor, quantization: Quantization, importance: Tensor
     if quantization.per_tensor:
         return find_scales(weight, quantization)
     rows, largest = max(1, SEARCH_WEIGHTS // weight.shape[1]), weight.float().abs().max()
-    search = _search if quantization.format == "int" else partial(_search_floats, largest=largest)
+    search = _search if quantization.format == "int" else partial(_search_fixed, largest=largest)
     found = [search(x.float(), quantization, importance.float()) for x in torch.split(weight, rows)]
     return torch.cat([scale for scale, _ in found]), torch.cat([zero for _, zero in found])
 
@@ -194,16 +212,16 @@ def _search(weight: Tensor, quantization: Quantization, importance: Tensor) -> t
     return best_scale, best_zero
 
 
-def _search_floats(
+def _search_fixed(
     weight: Tensor, quantization: Quantization, importance: Tensor, largest: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`search_scales` over a few rows of a float format. `largest`: magnitude in all rows."""
+    """`search_scales` over a few rows of a format other than `int`. `largest`: magnitude in all rows."""
     groups = grouped(weight, quantization.group_size)
     weights = importance if importance.ndim == 3 else importance.reshape(groups.shape[1:])
     extreme, zero = find_scales(weight, quantization, largest)
     best, least = extreme, _weighted_error(groups, extreme, zero, weights, quantization)
-    for shrink in FLOAT_SHRINKS[quantization.format]:
-        scale = _round_float_scales(extreme * shrink, quantization.format, global_scale(largest))
+    for shrink in FIXED_SHRINKS[quantization.format]:
+        scale = _round_fixed_scales(extreme * shrink, quantization.format, global_scale(largest))
         error = _weighted_error(groups, scale, zero, weights, quantization)
         is_better = error < least
         best, least = torch.where(is_better, scale, best), torch.where(is_better, error, least)
@@ -222,7 +240,7 @@ def _weighted_error(groups: Tensor, scale: Tensor, zero: Tensor, weights: Tensor
 
 
 def round_codes_(quotients: Tensor, zero: Tensor, bits: int, format: NumberFormat) -> Tensor:
-    """Nearest codes, halves to even, in place: what every method rounds with.
+    """Nearest codes, halves to even (of nf4 down), in place: what every method rounds with.
 
     Args:
         quotients: W / s, float32; changed to the codes.
@@ -236,6 +254,11 @@ def round_codes_(quotients: Tensor, zero: Tensor, bits: int, format: NumberForma
     if format == "int":
         lowest, highest = code_range(bits)
         return quotients.round_().add_(zero).clamp_(lowest, highest)
+    if format == "llm_int8":
+        return quotients.round_().clamp_(-LARGEST_INT8, LARGEST_INT8)
+    if format == "nf4":
+        levels = torch.tensor(NF4, device=quotients.device)
+        return quotients.copy_(levels[torch.bucketize(quotients, (levels[1:] + levels[:-1]) / 2)])
     if format == "fp8":
         return quotients.copy_(quotients.clamp_(-LARGEST_E4M3, LARGEST_E4M3).to(torch.float8_e4m3fn))
     size = quotients.abs()
@@ -245,7 +268,7 @@ def round_codes_(quotients: Tensor, zero: Tensor, bits: int, format: NumberForma
 
 def code_dtype(format: NumberFormat) -> torch.dtype:
     """What codes are held in."""
-    return torch.float8_e4m3fn if format == "fp8" else torch.int8
+    return {"fp8": torch.float8_e4m3fn, "nf4": torch.float32}.get(format, torch.int8)
 
 
 def quantize(weight: Tensor, scale: Tensor, zero: Tensor, bits: int, format: NumberFormat = "int") -> Tensor:
@@ -334,8 +357,8 @@ def unpack(words: Tensor, bits: int, shape: tuple[int, int], axis: int = 1) -> T
     return codes
 
 
-def store_floats(codes: Tensor, scale: Tensor, quantization: Quantization, unit: Tensor | None) -> dict[str, Tensor]:
-    """A weight in a float format as compressed-tensors stores it; biases and scales of inputs apart.
+def store_fixed(codes: Tensor, scale: Tensor, quantization: Quantization, unit: Tensor | None) -> dict[str, Tensor]:
+    """A weight in a format other than `int` as it is stored; biases and scales of inputs apart.
 
     Args:
         codes: Q (out, in), of `code_dtype`.
@@ -349,7 +372,22 @@ def store_floats(codes: Tensor, scale: Tensor, quantization: Quantization, unit:
     Raises:
         ValueError: Scales are not those of the format.
     """
-    if quantization.format == "fp8":
+    if quantization.format == "nf4":
+        levels = torch.tensor(NF4, device=codes.device)
+        places = torch.searchsorted(levels, codes).to(torch.uint8).flatten()
+        state = quant_state(*codes.shape)
+        parts = {
+            "weight": ((places[::2] << 4) | places[1::2])[:, None],
+            "weight.absmax": scale.flatten(),
+            "weight.quant_map": levels,
+            QUANT_STATE: torch.frombuffer(bytearray(state), dtype=torch.uint8),
+        }
+        is_exact = True
+    elif quantization.format == "llm_int8":
+        largest = (scale * LARGEST_INT8).to(torch.bfloat16).float()
+        parts = {"weight": codes, "SCB": largest.flatten(), "weight_format": torch.zeros((), dtype=torch.uint8)}
+        is_exact = torch.equal(largest / LARGEST_INT8, scale)
+    elif quantization.format == "fp8":
         kept = scale[:1, 0] if quantization.per_tensor else scale
         parts = {"weight": codes, "weight_scale": kept.to(torch.bfloat16)}
         is_exact = torch.equal(parts["weight_scale"].float().expand_as(scale), scale)
@@ -371,12 +409,25 @@ def store_floats(codes: Tensor, scale: Tensor, quantization: Quantization, unit:
     return parts
 
 
-def load_floats(load: Callable[[str], Tensor], quantization: Quantization) -> tuple[Tensor, Tensor, Tensor]:
-    """The inverse of `store_floats`, from a function that gives the parts by name.
+def load_fixed(load: Callable[[str], Tensor], quantization: Quantization, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The inverse of `store_fixed`, from a function that gives the parts by name.
+
+    Args:
+        load: Last part of the name -> tensor.
+        quantization: Its format.
+        rows: Of the matrix.
 
     Returns:
         Q (out, in), s (out, groups) float32, z (out, groups) int8, all zero.
     """
+    if quantization.format == "nf4":
+        packed, levels = load("weight").flatten(), load("weight.quant_map")
+        codes = levels[torch.stack((packed >> 4, packed & 15), dim=-1).long()].reshape(rows, -1)
+        scale = load("weight.absmax").reshape(rows, -1)
+        return codes, scale, torch.zeros(scale.shape, dtype=torch.int8, device=scale.device)
+    if quantization.format == "llm_int8":
+        scale = (load("SCB") / LARGEST_INT8)[:, None]
+        return load("weight"), scale, torch.zeros(scale.shape, dtype=torch.int8, device=scale.device)
     stored = load("weight_scale")
     if quantization.format == "fp8":
         codes = load("weight")

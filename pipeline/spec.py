@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,12 +27,12 @@ PART_BYTES: Mapping[str, int] = {"I64": 8, "F32": 4, "I32": 4, "BF16": SCALE_BYT
 
 
 Activations = Literal["dynamic", "static"]
-NumberFormat = Literal["int", "fp8", "mxfp4", "nvfp4"]
+NumberFormat = Literal["int", "fp8", "mxfp4", "nvfp4", "nf4", "llm_int8"]
 
 
 @dataclass(frozen=True)
-class FloatFormat:
-    """What a floating-point format leaves no choice about.
+class FixedFormat:
+    """What a number format leaves no choice about.
 
     Attributes:
         bits: Of an element.
@@ -42,11 +43,18 @@ class FloatFormat:
     group_size: int | None
 
 
-FLOAT_FORMATS: Mapping[str, FloatFormat] = {
-    "fp8": FloatFormat(8, None),
-    "mxfp4": FloatFormat(4, 32),
-    "nvfp4": FloatFormat(4, 16),
+FIXED_FORMATS: Mapping[str, FixedFormat] = {
+    "fp8": FixedFormat(8, None),
+    "mxfp4": FixedFormat(4, 32),
+    "nvfp4": FixedFormat(4, 16),
+    "nf4": FixedFormat(4, 64),
+    "llm_int8": FixedFormat(8, None),
 }
+"""All but `int`."""
+BITSANDBYTES = ("nf4", "llm_int8")
+"""Formats that checkpoints of bitsandbytes hold, one in each of them."""
+QUANT_STATE = "weight.quant_state.bitsandbytes__nf4"
+"""Part of a linear in nf4: what bitsandbytes says of it, in JSON."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +62,10 @@ class Quantization:
     """How one linear is computed: its weight in few bits, and maybe its inputs.
 
     Integers are stored as compressed-tensors pack-quantized, with integer inputs as its int-quantized; the other
-    formats as its float-quantized, mxfp4-pack-quantized and nvfp4-pack-quantized.
+    formats as its float-quantized, mxfp4-pack-quantized and nvfp4-pack-quantized, or as bitsandbytes has them.
 
     Attributes:
-        bits: 2, 3, 4 or 8; what `FLOAT_FORMATS` says where the format is not `int`.
+        bits: 2, 3, 4 or 8; what `FIXED_FORMATS` says where the format is not `int`.
         group_size: Inputs that share one scale; None: one scale per output channel. As `bits`.
         symmetric: True: no zero points, codes in [-2^(bits-1), 2^(bits-1) - 1]. False: integer zero points.
         activations: Inputs are rounded to the weight's 8-bit format, symmetric (W8A8). `dynamic`: each token by a scale
@@ -66,6 +74,9 @@ class Quantization:
         format: What a weight is. `int`: an integer. `fp8`: E4M3, up to 448, without infinities (Micikevicius et al.
             2022, arXiv 2209.05433). `mxfp4`: E2M1, blocks with a power of two as scale (OCP Microscaling v1.0; Rouhani
             et al. 2023, arXiv 2310.10537). `nvfp4`: E2M1, blocks with a scale in E4M3, and one in float32 over them.
+            `nf4`: one of 16 quantiles of a normal distribution (Dettmers et al. 2023, arXiv 2305.14314). `llm_int8`: an
+            integer from -127 to 127 (Dettmers et al. 2022, arXiv 2208.07339): the weights alone, bitsandbytes rounds
+            inputs but for outliers when it runs.
         per_tensor: Of fp8: one scale for the whole matrix.
     """
 
@@ -75,6 +86,11 @@ class Quantization:
     activations: Activations | None = None
     format: NumberFormat = "int"
     per_tensor: bool = False
+
+    @property
+    def opened_by(self) -> str:
+        """Who runs the checkpoint itself."""
+        return "transformers with bitsandbytes" if self.format in BITSANDBYTES else "vLLM"
 
     @property
     def is_packed(self) -> bool:
@@ -149,6 +165,15 @@ class Linear:
             found["weight_scale"], found["weight_shape"] = ("BF16", (rows, groups)), ("I64", (2,))
             if not q.symmetric:
                 found["weight_zero_point"] = "I32", (-(-rows * q.bits // 32), groups)
+        elif q.format == "llm_int8":
+            found["weight"], found["SCB"], found["weight_format"] = (
+                ("I8", (rows, columns)),
+                ("F32", (rows,)),
+                ("U8", ()),
+            )
+        elif q.format == "nf4":
+            found["weight"], found["weight.absmax"] = ("U8", (rows * columns // 2, 1)), ("F32", (rows * groups,))
+            found["weight.quant_map"], found[QUANT_STATE] = ("F32", (16,)), ("U8", (len(quant_state(rows, columns)),))
         elif q.bits == 8:
             found["weight"] = "I8" if q.format == "int" else "F8_E4M3", (rows, columns)
             found["weight_scale"] = "BF16", (1,) if q.per_tensor else (rows, 1)
@@ -355,7 +380,9 @@ class ModelSpec:
         layers = tuple(
             dataclasses.replace(x, linears={role: swap(y) for role, y in x.linears.items()}) for x in self.layers
         )
-        return dataclasses.replace(self, layers=layers, head=swap(self.head))
+        result = dataclasses.replace(self, layers=layers, head=swap(self.head))
+        _check_mix(result)
+        return result
 
     def cache_scales(self) -> dict[str, tuple[int, ...]]:
         """Stored name -> shape of every scale of keys and values, those that are computed for each token left out."""
@@ -461,6 +488,31 @@ class ModelSpec:
                 "final_norm": _norm(data["final_norm"]),
                 "kv_cache": CacheQuantization(**cache) if cache else None,
             }
+        )
+
+
+def quant_state(rows: int, columns: int) -> bytes:
+    """What bitsandbytes keeps of a matrix in nf4 beside its numbers, as it writes it."""
+    block = FIXED_FORMATS["nf4"].group_size
+    return json.dumps({"quant_type": "nf4", "blocksize": block, "dtype": "float32", "shape": [rows, columns]}).encode()
+
+
+def _check_mix(spec: ModelSpec) -> None:
+    """Refuse a table that no one library reads."""
+    found: dict[str, str] = {}
+    for linear in spec.linears():
+        if linear.quantization is not None:
+            found.setdefault(linear.quantization.format, linear.name)
+    theirs = [x for x in found if x in BITSANDBYTES]
+    if theirs and len(found) > 1:
+        other = next(x for x in found if x != theirs[0])
+        raise UserError(
+            f"format {theirs[0]}: a checkpoint of bitsandbytes holds one format, found {other} of {found[other]} too"
+        )
+    head = spec.head.quantization
+    if head is not None and head.format in BITSANDBYTES and spec.is_tied:
+        raise UserError(
+            f"format {head.format}: {spec.head.name} is the embedding too, which bitsandbytes keeps as it is"
         )
 
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from strop.artifact import Artifact, Manifest, write_manifest
 from strop.conformance import check_checkpoint
 from strop.errors import ConformanceError, UserError
-from strop.layers import FloatLinear, fold, round_inputs
+from strop.layers import FixedLinear, fold, round_inputs
 from strop.methods.gptq import Gptq
 from strop.methods.rtn import Rtn
 from strop.model import Weights, load_decoder, load_linear, read_config, read_headers, read_spec, stored_tensors
@@ -26,15 +26,18 @@ from strop.spec import ModelSpec, Quantization
 from strop.stage import Context
 
 KEY = "0" * 64
-WIDTHS = {"hidden_size": 96, "intermediate_size": 64}
+WIDTHS = {"hidden_size": 192, "intermediate_size": 64, "head_dim": 32}
 FIELDS: list[dict[str, Any]] = [
     {"format": "fp8"},
     {"format": "fp8", "activations": "dynamic"},
     {"format": "fp8", "per_tensor": True, "activations": "dynamic"},
     {"format": "mxfp4"},
     {"format": "nvfp4"},
+    {"format": "nf4"},
+    {"format": "llm_int8"},
 ]
-WEIGHTS_ONLY = [x for x in FIELDS if "activations" not in x]
+THEIRS = ("nf4", "llm_int8")
+WEIGHTS_ONLY = [x for x in FIELDS if "activations" not in x and x["format"] not in THEIRS]
 IDS = torch.arange(40).reshape(2, 20) * 7
 
 
@@ -68,7 +71,7 @@ def opened_logits(folder: Path) -> Tensor:
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("fields", FIELDS, ids=str)
 def test_checkpoints_hold_the_nearest_codes_as_planned(family: str, fields: dict[str, Any], tmp_path: Path) -> None:
-    widths = WIDTHS if family == "llama" else {"n_embd": 96, "n_inner": 64}
+    widths = WIDTHS if family == "llama" else {"n_embd": 192, "n_inner": 64}
     source = tiny_folder(tmp_path / "source", family, **widths)
     plan = Rtn.model_validate(fields).plan(read_spec(source), 0)
     spec = rounded(source, tmp_path / "out", fields)
@@ -83,13 +86,34 @@ def test_checkpoints_hold_the_nearest_codes_as_planned(family: str, fields: dict
             assert q is not None
             expected = load_linear(after, new)
             module = decoder.linear(new.name)
-            assert isinstance(module, FloatLinear)
+            assert isinstance(module, FixedLinear)
             assert torch.equal(module.dense(), expected)
             assert torch.equal(module.rows(torch.tensor([[3, 0]])), expected[torch.tensor([[3, 0]])])
             if q.format != "nvfp4":  # its largest scale is shared with others
                 scale, zero = find_scales(weight, q)
                 assert torch.equal(expected, dequantize(quantize(weight, scale, zero, q.bits, q.format), scale, zero))
             assert float((expected - weight).norm() / weight.norm()) < (0.03 if q.bits == 8 else 0.15)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_transformers_opens_what_bitsandbytes_holds(dtype: str, tmp_path: Path) -> None:
+    for name in ("bitsandbytes", "accelerate"):
+        pytest.importorskip(name)
+    source = tiny_folder(tmp_path / "source", dtype=dtype, **WIDTHS)
+    for format in THEIRS:
+        folder = tmp_path / format
+        spec = rounded(source, folder, {"format": format})
+        (folder / "strop.json").unlink()
+        assert read_spec(folder).layers == spec.layers
+        opened = AutoModelForCausalLM.from_pretrained(folder).dequantize()
+        modules = dict(opened.named_modules())
+        with Weights(folder) as weights:
+            for linear in spec.match(None):
+                found, expected = modules[linear.name].weight.float(), load_linear(weights, linear)
+                torch.testing.assert_close(found, expected, rtol=1e-6 if dtype == "float32" else 0.004, atol=0)
+        if dtype == "float32":
+            with torch.inference_mode():
+                torch.testing.assert_close(opened(IDS).logits, eager_logits(folder), atol=5e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("fields", WEIGHTS_ONLY, ids=str)
@@ -99,7 +123,7 @@ def test_transformers_opens_them_to_the_same_logits(family: str, fields: dict[st
     rounded(source, tmp_path / "out", fields)
     settings = read_config(tmp_path / "out")["quantization_config"]
     assert settings.get("dequantize", False) == (fields["format"] != "fp8")
-    torch.testing.assert_close(opened_logits(tmp_path / "out"), eager_logits(tmp_path / "out"), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(opened_logits(tmp_path / "out"), eager_logits(tmp_path / "out"), atol=5e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("fields", [x for x in FIELDS if "activations" in x], ids=str)
@@ -115,7 +139,7 @@ def test_transformers_rounds_inputs_as_we_do(fields: dict[str, Any], tmp_path: P
         torch.testing.assert_close(found, ours, atol=1e-5, rtol=1e-5)
     plain, exact = eager_logits(tmp_path / "out"), eager_logits(tmp_path / "out", rounds=False)
     assert not torch.equal(plain, exact)
-    assert float((plain - exact).norm() / exact.norm()) < 0.2
+    assert float((plain - exact).norm() / exact.norm()) < 0.3
 
 
 def test_static_scales_cover_the_inputs_of_the_calibration_text(tmp_path: Path) -> None:
@@ -132,7 +156,7 @@ def test_static_scales_cover_the_inputs_of_the_calibration_text(tmp_path: Path) 
     opened, decoder = AutoModelForCausalLM.from_pretrained(tmp_path / "out"), load_decoder(tmp_path / "out")
     opened(IDS)
     modules = dict(opened.named_modules())
-    x = torch.randn(2, 5, 96, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(2, 5, 192, generator=torch.Generator().manual_seed(0))
     name = spec.layers[1].linears["q"].name
     with torch.inference_mode():
         torch.testing.assert_close(modules[name](x), decoder.linear(name)(x), atol=1e-5, rtol=1e-5)
@@ -176,7 +200,17 @@ def test_a_format_for_each_pattern(tmp_path: Path) -> None:
             assert torch.equal(modules[linear.name].weight, load_linear(weights, linear).bfloat16())
 
 
-@pytest.mark.parametrize("fields", FIELDS, ids=str)
+def test_bitsandbytes_holds_one_format(tmp_path: Path) -> None:
+    source = tiny_folder(tmp_path / "source", **WIDTHS)
+    rounded(source, tmp_path / "once", {"format": "nf4", "targets": ["*.mlp.*"]})
+    for fields in ({"bits": 8}, {"format": "llm_int8"}, {"format": "fp8"}):
+        with pytest.raises(UserError, match=r"format (nf4|llm_int8): a checkpoint of bitsandbytes holds one format"):
+            Rtn.model_validate({**fields, "targets": ["*.q_proj"]}).plan(read_spec(tmp_path / "once"), 0)
+    with pytest.raises(UserError, match="format nf4: lm_head is the embedding too, which bitsandbytes keeps"):
+        Rtn.model_validate({"format": "nf4", "targets": ["lm_head"]}).plan(read_spec(source), 0)
+
+
+@pytest.mark.parametrize("fields", [x for x in FIELDS if x["format"] not in THEIRS], ids=str)
 def test_a_tied_head_is_the_embedding_too(fields: dict[str, Any], tmp_path: Path) -> None:
     source = tiny_folder(tmp_path / "source", **WIDTHS)
     spec = rounded(source, tmp_path / "out", {**fields, "targets": ["*"]})
@@ -189,7 +223,7 @@ def test_a_tied_head_is_the_embedding_too(fields: dict[str, Any], tmp_path: Path
         assert torch.equal(table, load_linear(weights, spec.head))
     assert torch.equal(decoder.embed(IDS, IDS), table[IDS])
     torch.testing.assert_close(
-        eager_logits(tmp_path / "out", rounds=False), unfolded_logits(tmp_path / "out"), atol=1e-5, rtol=1e-5
+        eager_logits(tmp_path / "out", rounds=False), unfolded_logits(tmp_path / "out"), atol=5e-5, rtol=1e-5
     )
 
 

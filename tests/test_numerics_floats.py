@@ -20,13 +20,13 @@ from strop.numerics import (
     dequantize,
     find_scales,
     global_scale,
-    load_floats,
+    load_fixed,
     quantize,
     round_codes_,
     round_inputs,
     search_scales,
     static_scale,
-    store_floats,
+    store_fixed,
     token_scales,
 )
 from strop.spec import Quantization
@@ -35,7 +35,9 @@ FP8 = Quantization(8, None, True, format="fp8")
 PER_TENSOR = Quantization(8, None, True, format="fp8", per_tensor=True)
 MXFP4 = Quantization(4, 32, True, format="mxfp4")
 NVFP4 = Quantization(4, 16, True, format="nvfp4")
-FORMS = [FP8, PER_TENSOR, MXFP4, NVFP4]
+NF4 = Quantization(4, 64, True, format="nf4")
+LLM_INT8 = Quantization(8, None, True, format="llm_int8")
+FORMS = [FP8, PER_TENSOR, MXFP4, NVFP4, NF4, LLM_INT8]
 PRESETS = {
     FP8: ("FP8_DYNAMIC", "float-quantized"),
     PER_TENSOR: ("FP8", "float-quantized"),
@@ -44,7 +46,7 @@ PRESETS = {
 }
 
 
-def weights(rows: int = 7, width: int = 96, seed: int = 0) -> Tensor:
+def weights(rows: int = 7, width: int = 192, seed: int = 0) -> Tensor:
     """(rows, width) of very different rows, one of zeros, with a loud weight."""
     w = torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
     w *= 10.0 ** torch.arange(-3, rows - 3)[:, None].clamp(max=0)
@@ -63,9 +65,18 @@ def test_all_codes_of_e4m3_are_those_of_torch() -> None:
     torch.testing.assert_close(ours, torch.tensor(slow_e4m3()), rtol=0, atol=0, equal_nan=True)
 
 
+def table_of(format: str) -> list[float]:
+    """What each code of a format is, in units of a scale."""
+    if format == "nf4":
+        return list(numerics.NF4)
+    if format == "llm_int8":
+        return [float(x) for x in range(-127, 128)]
+    return slow_e4m3() if format == "fp8" else [2 * x for x in slow_e2m1()]
+
+
 @pytest.mark.parametrize("format", ["fp8", "mxfp4", "nvfp4"])
 def test_codes_are_the_nearest_and_saturate(format: Any) -> None:
-    table = slow_e4m3() if format == "fp8" else [2 * x for x in slow_e2m1()]
+    table = table_of(format)
     values = sorted({x for x in table if not math.isnan(x)})
     middles = [(a + b) / 2 for a, b in itertools.pairwise(values)]
     largest = values[-1]
@@ -82,7 +93,13 @@ def test_weights_are_off_by_at_most_half_a_gap_of_their_element(form: Quantizati
     assert codes.dtype == code_dtype(form.format)
     assert bool((scale > 0).all())
     error = (dequantize(codes, scale, zero) - weight).abs()
-    table = slow_e4m3() if form.format == "fp8" else [2 * x for x in slow_e2m1()]
+    if form.format in ("nf4", "llm_int8"):
+        quotients = (weight.reshape(*scale.shape, -1) / scale[..., None]).flatten()
+        gaps = (quotients[:, None] - torch.tensor(table_of(form.format))).abs().amin(1)
+        off = (codes.float().flatten() - quotients).abs()
+        assert bool((off <= gaps + 1e-6 * quotients.abs()).all())
+        return
+    table = table_of(form.format)
     nearest = [slow_nearest(x, table) for x in (weight.reshape(*scale.shape, -1) / scale[..., None]).flatten().tolist()]
     assert codes.float().flatten().tolist() == nearest
     half = weight.abs() / (16 if form.format == "fp8" else 4)  # 3 or 1 bits after the leading one, halved
@@ -94,18 +111,18 @@ def test_weights_are_off_by_at_most_half_a_gap_of_their_element(form: Quantizati
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_what_is_stored_comes_back(form: Quantization) -> None:
     codes, scale, zero = rounded(weights(), form)
-    parts = store_floats(codes, scale, form, None)
-    again = load_floats(parts.__getitem__, form)
+    parts = store_fixed(codes, scale, form, None)
+    again = load_fixed(parts.__getitem__, form, len(codes))
     for found, expected in zip(again, (codes, scale, zero), strict=True):
         assert found.dtype == expected.dtype
         assert torch.equal(found.float(), expected.float())
 
 
-@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("form", PRESETS, ids=str)
 def test_compressed_tensors_packs_and_unpacks_the_same(form: Quantization) -> None:
     weight = weights()
     codes, scale, zero = rounded(weight, form)
-    parts = store_floats(codes, scale, form, None)
+    parts = store_fixed(codes, scale, form, None)
     preset, name = PRESETS[form]
     scheme, compressor = preset_name_to_scheme(preset, ["Linear"]), BaseCompressor.get_value_from_registry(name)
     stored = dict(parts)
@@ -156,9 +173,9 @@ def test_linears_can_share_a_global_scale() -> None:
     largest = one.abs().max()
     scale, zero = find_scales(other, NVFP4, largest)
     codes = quantize(other, scale, zero, 4, "nvfp4")
-    parts = store_floats(codes, scale, NVFP4, global_scale(largest))
+    parts = store_fixed(codes, scale, NVFP4, global_scale(largest))
     assert torch.equal(parts["weight_global_scale"], global_scale(largest))
-    assert torch.equal(dequantize(*load_floats(parts.__getitem__, NVFP4)), dequantize(codes, scale, zero))
+    assert torch.equal(dequantize(*load_fixed(parts.__getitem__, NVFP4, len(codes))), dequantize(codes, scale, zero))
 
 
 def test_scales_of_another_format_are_refused() -> None:
@@ -166,13 +183,48 @@ def test_scales_of_another_format_are_refused() -> None:
     for form in (FP8, MXFP4, NVFP4):
         given = codes.float().to(code_dtype(form.format))
         with pytest.raises(ValueError, match=form.format):
-            store_floats(given, scale * 1.01, form, None)
+            store_fixed(given, scale * 1.01, form, None)
 
 
-@pytest.mark.parametrize("form", [FP8, MXFP4, NVFP4], ids=str)
+def test_bitsandbytes_packs_and_unpacks_the_same() -> None:
+    functional = pytest.importorskip("bitsandbytes").functional
+    weight = weights()
+    codes, scale, zero = rounded(weight, NF4)
+    parts = store_fixed(codes, scale, NF4, None)
+    packed, state = functional.quantize_4bit(weight, blocksize=64, quant_type="nf4")
+    expected = {"weight": packed, **{f"weight.{k}": x for k, x in state.as_dict(packed=True).items()}}
+    assert expected.keys() == parts.keys()
+    for name, tensor in expected.items():
+        if name != "weight.absmax":  # that of zeros alone is not zero here
+            assert torch.equal(parts[name], tensor), name
+    torch.testing.assert_close(parts["weight.absmax"], expected["weight.absmax"])
+    ours = functional.dequantize_4bit(
+        parts["weight"],
+        functional.QuantState.from_dict(
+            {k.removeprefix("weight."): x for k, x in parts.items() if k != "weight"}, torch.device("cpu")
+        ),
+    )
+    torch.testing.assert_close(ours, dequantize(codes, scale, zero), rtol=1e-6, atol=0)
+
+
+def test_bitsandbytes_rounds_rows_to_the_same_integers() -> None:
+    functional = pytest.importorskip("bitsandbytes").functional
+    weight = weights()
+    codes, scale, zero = rounded(weight, LLM_INT8)
+    parts = store_fixed(codes, scale, LLM_INT8, None)
+    theirs, largest, _ = functional.int8_vectorwise_quant(weight.half())
+    has_values = weight.abs().amax(1) > 2**-12  # those below float16's normal numbers it sees otherwise
+    assert int((codes.int() - theirs.int()).abs()[has_values].max()) <= 1  # its scales are not rounded to bfloat16
+    assert float(((codes != theirs)[has_values]).float().mean()) < 0.2
+    torch.testing.assert_close(parts["SCB"][has_values], largest[has_values], rtol=0.005, atol=0)
+    ours = functional.int8_vectorwise_dequant(parts["weight"], parts["SCB"])
+    torch.testing.assert_close(ours, dequantize(codes, scale, zero), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("form", [FP8, MXFP4, NVFP4, NF4, LLM_INT8], ids=str)
 def test_searched_scales_lose_no_more_than_extremes(form: Quantization) -> None:
     weight = weights(rows=11, seed=3)
-    importance = torch.rand(96, generator=torch.Generator().manual_seed(1)) ** 4
+    importance = torch.rand(192, generator=torch.Generator().manual_seed(1)) ** 4
 
     def lost(scale: Tensor, zero: Tensor) -> Tensor:
         error = dequantize(quantize(weight, scale, zero, form.bits, form.format), scale, zero) - weight
@@ -182,11 +234,11 @@ def test_searched_scales_lose_no_more_than_extremes(form: Quantization) -> None:
     least, before = lost(*searched), lost(*find_scales(weight, form))
     assert bool((least <= before * (1 + 1e-5)).all())
     assert bool((least < 0.95 * before).any())
-    store_floats(quantize(weight, *searched, form.bits, form.format), searched[0], form, None)  # they can be stored
+    store_fixed(quantize(weight, *searched, form.bits, form.format), searched[0], form, None)  # they can be stored
 
 
 def test_searching_a_few_rows_at_a_time_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight, importance = weights(rows=11, seed=3), torch.ones(96)
+    weight, importance = weights(rows=11, seed=3), torch.ones(192)
     whole = search_scales(weight, NVFP4, importance)
     monkeypatch.setattr(numerics, "SEARCH_WEIGHTS", 200)
     for found, expected in zip(search_scales(weight, NVFP4, importance), whole, strict=True):
@@ -195,7 +247,7 @@ def test_searching_a_few_rows_at_a_time_changes_nothing(monkeypatch: pytest.Monk
 
 def test_one_scale_for_a_matrix_is_not_searched() -> None:
     weight = weights()
-    scale, _ = search_scales(weight, PER_TENSOR, torch.ones(96))
+    scale, _ = search_scales(weight, PER_TENSOR, torch.ones(192))
     assert torch.equal(scale, find_scales(weight, PER_TENSOR)[0])
     assert len(scale.unique()) == 1
 

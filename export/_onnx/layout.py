@@ -99,7 +99,7 @@ def check(spec: ModelSpec, runtime: str) -> None:
         if q is not None and q.format not in ("int", "fp8"):
             raise UserError(
                 f"{runtime}: the graph of standard operators holds integers and fp8, {linear.name} is {q.format}; "
-                "allowed: int, fp8; vLLM opens the checkpoint itself"
+                f"allowed: int, fp8; {q.opened_by} opens the checkpoint itself"
             )
         if q is not None and q.activations == "dynamic":
             raise UserError(

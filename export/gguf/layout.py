@@ -253,10 +253,10 @@ def check(spec: ModelSpec) -> None:
         raise UserError(f"gguf: {spec.family} has no architecture here; {did_you_mean(spec.family, ARCHITECTURES)}")
     spec.check_float_cache("gguf: the file")
     for linear in spec.linears():
-        if linear.quantization is not None and linear.quantization.format in ("fp8", "nvfp4"):
+        if linear.quantization is not None and linear.quantization.format not in ("int", "mxfp4"):
             raise UserError(
                 f"gguf: no type of GGUF that strop writes holds {linear.quantization.format}, which {linear.name} is; "
-                "allowed: int, mxfp4; vLLM opens the checkpoint itself"
+                f"allowed: int, mxfp4; {linear.quantization.opened_by} opens the checkpoint itself"
             )
         if linear.quantization is not None and linear.quantization.activations is not None:
             raise UserError(

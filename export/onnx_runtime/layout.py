@@ -77,7 +77,7 @@ def packing(linear: Linear) -> Packing:
     q = linear.quantization
     assert q is not None
     assert is_packed(linear)
-    bits = 8 if q.format != "int" else 4 if q.bits == 3 else q.bits
+    bits = 8 if q.format in ("mxfp4", "nvfp4") else 4 if q.bits == 3 else q.bits
     size = linear.in_features if q.group_size is None else q.group_size
     block = min(size & -size, LARGEST_2_BIT_BLOCK if bits == 2 else LARGEST_BLOCK)
     if block < SMALLEST_BLOCK:
@@ -154,6 +154,11 @@ def check(spec: ModelSpec) -> None:
             raise UserError(
                 f"onnx_runtime: {linear.name} rounds its inputs to fp8, which no CPU kernel multiplies; allowed: "
                 "activations null, format int, or eager; vLLM opens the checkpoint itself"
+            )
+        if linear.quantization is not None and linear.quantization.format == "nf4":
+            raise UserError(
+                f"onnx_runtime: {linear.name} is nf4, whose levels are no integers; allowed: another format, or eager; "
+                f"{linear.quantization.opened_by} opens the checkpoint itself"
             )
         if is_packed(linear):
             packing(linear)

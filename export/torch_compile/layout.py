@@ -90,7 +90,7 @@ def check(spec: ModelSpec) -> None:
         if linear.quantization is not None and linear.quantization.format != "int":
             raise UserError(
                 f"export: torch_compile runs integers, {linear.name} is {linear.quantization.format}; allowed: eager, "
-                "or format int; vLLM opens the checkpoint itself"
+                f"or int; {linear.quantization.opened_by} opens the checkpoint itself"
             )
         if linear.quantization is not None and linear.quantization.activations is not None:
             raise UserError(

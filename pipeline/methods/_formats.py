@@ -1,6 +1,6 @@
 """What a recipe says of a number format -> `Quantization`: the fields that several methods have.
 
-Float formats leave little to choose, so fields that are left out take what the format has, and others are refused.
+Formats other than `int` leave little to choose: fields that are left out take what the format has, others are refused.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from strop.errors import UserError
-from strop.spec import FLOAT_FORMATS, Activations, NumberFormat, Quantization
+from strop.spec import FIXED_FORMATS, Activations, NumberFormat, Quantization
 
 
 class Fields(Protocol):
@@ -44,14 +44,14 @@ def quantization(stage: Fields) -> Quantization:
         raise UserError(f"per_tensor true: only format fp8 has one scale for a matrix, found {stage.format}")
     if stage.format == "int":
         return Quantization(stage.bits, stage.group_size, stage.symmetric, stage.activations)
-    only = FLOAT_FORMATS[stage.format]
+    only = FIXED_FORMATS[stage.format]
     for field, allowed in (("bits", only.bits), ("group_size", only.group_size), ("symmetric", True)):
         found = getattr(stage, field)
         if field in stage.model_fields_set and found != allowed:
             raise UserError(
                 f"{field} {_told(found)}: format {stage.format} has {_told(allowed)}; leave {field} out, or take int"
             )
-    if stage.activations is not None and only.bits != 8:
+    if stage.activations is not None and stage.format != "fp8":
         raise UserError(
             f"activations {stage.activations}: format {stage.format} is for weights only; allowed: null, or format fp8"
         )

@@ -43,7 +43,7 @@ class Gptq(Stage):
     """Quantize the weights of linears one column after the other, against the inputs that calibration text gives them.
 
     Attributes:
-        format: `int`, `fp8`, `mxfp4` or `nvfp4`, as in `rtn`. The three fields below are for `int` alone.
+        format: As in `rtn`. The three fields below are for `int` alone.
         bits: Width of a code.
         group_size: Inputs that share one scale; null: one scale per output channel.
         symmetric: Without zero points.
@@ -289,9 +289,7 @@ def choose_codes(
             error = torch.sub(q[i], z[i], out=errors[i - start]).mul_(s[i]).sub_(w[i]).div_(-diagonal[i])
             w[i + 1 : stop].addr_(factor[i, i + 1 : stop], error, alpha=-1)
         w[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1)
-    codes = torch.empty_like(q, dtype=torch.int8)
-    codes[order] = q.to(code_dtype(format)).view(torch.int8)
-    return codes.T.contiguous().view(code_dtype(format))
+    return q.to(code_dtype(format))[order.argsort()].T.contiguous()
 
 
 def relative_error(weight: Tensor, other: Tensor, hessian: Tensor) -> float:

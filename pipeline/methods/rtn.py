@@ -32,7 +32,9 @@ class Rtn(Stage):
 
     Attributes:
         format: `int`; `fp8` (E4M3, one scale per output channel); `mxfp4` (E2M1, blocks of 32 with a power of two as
-            scale); `nvfp4` (E2M1, blocks of 16 with a scale in E4M3). The three fields below are for `int` alone.
+            scale); `nvfp4` (E2M1, blocks of 16 with a scale in E4M3); or a checkpoint of bitsandbytes: `nf4` (quantiles
+            of a normal distribution, blocks of 64), `llm_int8` (integers, one scale per output channel). The three
+            fields below are for `int` alone.
         bits: Width of a code.
         group_size: Inputs that share one scale; null: one scale per output channel.
         symmetric: Without zero points.
