@@ -132,7 +132,7 @@ def check_program(program: Artifact, checkpoint: Artifact) -> float:
     with tempfile.TemporaryDirectory() as scratch:
         reference = write_reference(program, checkpoint, Path(scratch))
         spec = _spec(reference)
-        eager = Eager.load(reference.path, dataclasses.replace(traits, runtime="eager"))
+        eager = Eager.load(reference.path, dataclasses.replace(traits, runtime="eager", device="cpu"))
         expected = eager.open(1, ids.size).step(ids[None], logits="all")[0]
     if not np.isfinite(expected).all():
         raise ConformanceError(f"{program.path}: its checkpoint's logits are not finite in eager")

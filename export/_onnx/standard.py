@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 OPSETS = {"": 24}
 IR_VERSION = 11
 FLOAT, BOOL, INT4, INT8, INT64 = (getattr(ir.DataType, x) for x in ("FLOAT", "BOOL", "INT4", "INT8", "INT64"))
+FLOAT8 = ir.DataType.FLOAT8E4M3FN
 TYPES = {"float32": FLOAT, "float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
 LOWEST = -1e9
 """A score that does not count: its exponential is 0, and unlike -inf it makes no NaN."""
@@ -74,8 +75,8 @@ class _Lowering(GraphBuilder):
         self.stored: dict[str, ir.Value] = {}
         self.sums: dict[tuple[ir.Value, int], ir.Value] = {}
         """Input of linears, and groups -> its sums by group."""
-        self.rounded: dict[tuple[ir.Value, float], ir.Value] = {}
-        """Input of linears, and its static scale -> what is left of it after rounding."""
+        self.rounded: dict[tuple[ir.Value, float, ir.DataType], ir.Value] = {}
+        """Input of linears, its static scale, and what it is rounded to -> what is left of it."""
         self.tables: dict[int, tuple[ir.Value, ir.Value]] = {}
         self.cache: dict[int, tuple[ir.Value, ir.Value]] = {}
         """Layer that owns some -> all its keys and values."""
@@ -260,16 +261,20 @@ class _Lowering(GraphBuilder):
         """Products with codes behind DequantizeLinear, and with offsets where there are any."""
         q = linear.quantization
         assert q is not None
+        kind = FLOAT8 if q.format == "fp8" else INT8 if layout.stored_bits(linear) == 8 else INT4
         if q.activations == "static":
-            x = self._round(x, float(self.weights.load(f"{linear.name}.input_scale").float()[0]))
-        codes, scale, zero = unsigned_scales(*load_packed(self.weights, linear), layout.stored_bits(linear))
+            x = self._round(x, float(self.weights.load(f"{linear.name}.input_scale").float()[0]), kind)
+        codes, scale, zero = load_packed(self.weights, linear)
+        if kind != FLOAT8:
+            codes, scale, zero = unsigned_scales(codes, scale, zero, layout.stored_bits(linear))
         groups = linear.num_groups()
+        # 8 bits by channel are what engines multiply as such; then the scales are a list, not a matrix.
+        is_blocked = kind == INT4 or groups > 1
         parts = [
-            self._add_codes(f"{linear.name}.codes", codes.T, layout.stored_bits(linear)),
-            # int8 by channel is what engines multiply as integers; it takes a list of scales.
-            self._add_tensor(f"{linear.name}.scales", scale.T if _is_blocked(linear) else scale[:, 0], self.dtype),
+            self._add_codes(f"{linear.name}.codes", codes.T, kind),
+            self._add_tensor(f"{linear.name}.scales", scale.T if is_blocked else scale[:, 0], self.dtype),
         ]
-        form = {"axis": 0, "block_size": linear.in_features // groups} if _is_blocked(linear) else {"axis": 1}
+        form = {"axis": 0, "block_size": linear.in_features // groups} if is_blocked else {"axis": 1}
         y = self.node("MatMul", [x, self.node("DequantizeLinear", parts, form)])
         if not bool(zero.any()):
             return y
@@ -287,13 +292,13 @@ class _Lowering(GraphBuilder):
             self.sums[x, groups] = total
         return self.sums[x, groups]
 
-    def _round(self, x: ir.Value, scale: float) -> ir.Value:
-        """x on the int8 grid of a static scale."""
-        if (x, scale) not in self.rounded:
-            step, zero = self._scalar(scale), self.constant("zero_point", np.array(0, np.int8))
+    def _round(self, x: ir.Value, scale: float, kind: ir.DataType) -> ir.Value:
+        """x on the grid of int8 or fp8 with a static scale."""
+        if (x, scale, kind) not in self.rounded:
+            step, zero = self._scalar(scale), self.constant(f"zero_{kind.name}", np.array(0, kind.numpy()))
             codes = self.node("QuantizeLinear", [x, step, zero])
-            self.rounded[x, scale] = self.node("DequantizeLinear", [codes, step, zero])
-        return self.rounded[x, scale]
+            self.rounded[x, scale, kind] = self.node("DequantizeLinear", [codes, step, zero])
+        return self.rounded[x, scale, kind]
 
     # Constants.
 
@@ -319,10 +324,9 @@ class _Lowering(GraphBuilder):
         self.stored[name] = self.data.add(name, TYPES[dtype], tuple(values.shape), (array,))
         return self.stored[name]
 
-    def _add_codes(self, name: str, codes: Tensor, bits: int) -> ir.Value:
-        array = codes.contiguous().numpy()
-        parts = (array,) if bits == 8 else (_pack(array),)
-        self.stored[name] = self.data.add(name, INT8 if bits == 8 else INT4, tuple(codes.shape), parts)
+    def _add_codes(self, name: str, codes: Tensor, kind: ir.DataType) -> ir.Value:
+        array = codes.contiguous().view(torch.int8).numpy()
+        self.stored[name] = self.data.add(name, kind, tuple(codes.shape), (_pack(array) if kind == INT4 else array,))
         return self.stored[name]
 
     def _scalar(self, value: float, dtype: ir.DataType | None = None) -> ir.Value:
@@ -350,11 +354,6 @@ def unsigned_scales(codes: Tensor, scale: Tensor, zero: Tensor, bits: int) -> tu
     groups, zero = groups * sign[..., None], zero.to(torch.int16) * sign
     above = (groups.amax(-1) - (2 ** (bits - 1) - 1)).clamp(min=0)
     return (groups - above[..., None]).to(torch.int8).reshape(codes.shape), scale.abs(), zero - above
-
-
-def _is_blocked(linear: Linear) -> bool:
-    """Whether a linear's scales lie in blocks along its inputs: all but int8 by channel."""
-    return layout.stored_bits(linear) == 4 or linear.num_groups() > 1
 
 
 def _inputs(spec: ModelSpec, dtype: ir.DataType, capacity: int | None) -> dict[str, ir.Value]:

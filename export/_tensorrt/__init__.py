@@ -20,7 +20,7 @@ from strop.export._tensorrt import facts as engine_facts
 from strop.export._tensorrt.facts import ENGINE, Facts
 from strop.machine import gpus
 from strop.program import Program, Traits
-from strop.spec import DType, Linear, ModelSpec
+from strop.spec import DType, ModelSpec
 from strop.stage import Context, Plan, Stage, Support
 
 SECONDS, BYTES_PER_SECOND = 20.0, 2e7
@@ -81,8 +81,8 @@ class EngineStage(Stage):
         return Plan(spec, size, BUILDER_BYTES + 4 * size, SECONDS + size / BYTES_PER_SECOND, notes)
 
     def support(self, spec: ModelSpec) -> Support:
-        """See `Stage.support`."""
-        self._check(spec)
+        """See `Stage.support`: whatever GPU is here."""
+        layout.check(spec, self.runtime)
         return layout.support(spec)
 
     def run(self, source: Artifact, out: Path, context: Context) -> dict[str, Any]:
@@ -160,12 +160,21 @@ class EngineStage(Stage):
             UserError: One line: where, what was found, what is allowed.
         """
         layout.check(spec, self.runtime)
-        for linear in spec.linears():
-            _check_linear(linear, self.runtime)
+        for capability in self.targets():
+            number = float(capability)
+            if self._dtype(spec) == "bfloat16" and number < FIRST["bfloat16"]:
+                raise UserError(f"{self.runtime}: GPUs of {capability} compute no bfloat16; allowed: float16, float32")
+            for linear in spec.linears():
+                form = "float" if linear.quantization is None else linear.quantization.format
+                if number < FIRST.get(form, 0):
+                    raise UserError(
+                        f"{self.runtime}: GPUs of {capability} multiply no {form} weights, {linear.name} is "
+                        f"such a one; allowed from {FIRST[form]} on"
+                    )
 
 
-def _check_linear(linear: Linear, runtime: str) -> None:
-    """Refuse codes that no weight-only product of the library takes."""
+FIRST = {"bfloat16": 8.0, "int": 8.0, "fp8": 8.9}
+"""Smallest compute capability whose products take a type, by NVIDIA's tables."""
 
 
 def load(path: Path, traits: Traits, library: Any) -> Program:

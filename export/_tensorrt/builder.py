@@ -71,8 +71,8 @@ def build(library: Any, spec: ModelSpec, model: Path, facts: Facts, cache: Path 
     network = builder.create_network(_strongly_typed(library))
     parser = library.OnnxParser(network, logger)
     if not parser.parse_from_file(str(model)):
-        reasons = "; ".join(str(parser.get_error(i)) for i in range(parser.num_errors))
-        raise UserError(f"{facts.library} {facts.version} cannot parse the network: {' '.join(reasons.split())}")
+        reasons = _first([str(parser.get_error(i)) for i in range(parser.num_errors)])
+        raise UserError(f"{facts.library} {facts.version} cannot parse the network: {reasons}")
     _allow_decomposition(library, network)
     config = builder.create_builder_config()
     config.clear_flag(library.BuilderFlag.TF32)  # float32 means float32
@@ -155,11 +155,19 @@ def _logger(library: Any) -> Any:
         def log(self, severity: Any, message: str) -> None:
             """Called by the library, from any thread."""
             if severity in (library.ILogger.ERROR, library.ILogger.INTERNAL_ERROR):
-                self.errors.append(" ".join(message.split()))
+                self.errors.append(message)
             log.debug("%s: %s", library.__name__, message)
 
         def reasons(self) -> str:
             """The errors in one line."""
-            return "; ".join(self.errors) or "it does not say why"
+            return _first(self.errors)
 
     return Log()
+
+
+def _first(messages: list[str]) -> str:
+    """The first of them in one line, and how many there are."""
+    if not messages:
+        return "it does not say why"
+    more = f", and {len(messages) - 1} more" if len(messages) > 1 else ""
+    return " ".join(messages[0].split()) + more

@@ -157,7 +157,8 @@ class EngineProgram(Program):
             "logit_rows": rows + np.arange(batch)[:, None] * width,
             **{layout.mask_name(x): layout.visible(part, num_places, x) for x in layout.windows(self.spec)},
         }
-        inputs = {name: torch.tensor(array, device=self.device) for name, array in arrays.items()}
+        # An engine reads addresses, and slices of numpy's keep their strides when torch copies them.
+        inputs = {name: torch.tensor(np.ascontiguousarray(x), device=self.device) for name, x in arrays.items()}
         inputs |= {f"past_{name}": tensor for name, tensor in fixed.items()}
         logits = torch.empty((*rows.shape, self.traits.vocab_size), dtype=torch.float32, device=self.device)
         context = self.contexts[profile]
