@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from strop.artifact import Artifact
 from strop.errors import ConformanceError, UserError
-from strop.evals._text import Window, cut, digest
+from strop.evals._text import SHORTEST, Window, cut, digest
 from strop.machine import describe_machine
 from strop.model import load_tokenizer
 from strop.program import Ints, Logits, Program, open_program
@@ -59,6 +59,7 @@ class Job:
         length: Most tokens in a window.
         threads: Of both programs.
         progress: Told of finished windows.
+        shortest: Fewest tokens in a window.
     """
 
     candidate: Artifact
@@ -68,6 +69,7 @@ class Job:
     length: int
     threads: int
     progress: Progress = field(compare=False)
+    shortest: int = SHORTEST
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ def compare(job: Job) -> Comparison:
         ConformanceError: Logits are not finite.
     """
     tokenizer = load_tokenizer(job.parent.path)
-    windows = cut(job.text, tokenizer, job.windows, job.length)
+    windows = cut(job.text, tokenizer, job.windows, job.length, job.shortest)
     parent = open_program(job.parent, job.threads)
     # a program against itself is exactly itself, however its threads add up
     candidate = parent if job.candidate.key == job.parent.key else open_program(job.candidate, job.threads)

@@ -75,9 +75,7 @@ def work(spec: ModelSpec, traits: Traits, cached: int, width: int) -> Work:
             "head": weight_bytes(spec.head, traits),
             "norms": sum(item * x.size * (2 if x.kind == "layer" else 1) for x in spec.norms()),
             "embedding": width * looked_up,
-            "keys_values": sum(
-                2 * item * x.num_kv_heads * x.head_dim * _cached_in_sight(x, cached, width) for x in spec.layers
-            ),
+            "keys_values": sum(_token_bytes(spec, x, item) * _cached_in_sight(x, cached, width) for x in spec.layers),
         },
         {
             "linears": width * sum(FLOPS_PER_WEIGHT * x.in_features * x.out_features for x in linears),
@@ -111,6 +109,13 @@ def weight_bytes(linear: Linear, traits: Traits) -> int:
     if traits.runtime == "torch_compile" and form is not None:
         return form.size_bytes(linear.out_features) + bias
     return linear.size_bytes(traits.dtype) - (SHAPE_BYTES if linear.quantization.is_packed else 0)
+
+
+def _token_bytes(spec: ModelSpec, layer: LayerSpec, item: int) -> int:
+    """Of the keys and values of one token that a layer reads: codes where they are rounded, else floats."""
+    if spec.kv_cache is not None:
+        return spec.kv_cache.token_bytes(layer.num_kv_heads, layer.head_dim)
+    return 2 * item * layer.num_kv_heads * layer.head_dim
 
 
 def _cached_in_sight(layer: LayerSpec, cached: int, width: int) -> int:

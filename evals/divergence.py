@@ -7,6 +7,7 @@ figures are those of llama.cpp's `--kl-divergence`. Bounds are one-sided and res
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -16,16 +17,19 @@ from pydantic import Field
 
 from strop.artifact import Artifact
 from strop.evals._scoring import Comparison, Job, compare
+from strop.evals._text import SHORTEST
 from strop.metric import Direction, Estimate, Kind, MeasureContext, Measurement, Metric
 from strop.statistics import bootstrap_mean, bootstrap_ratio_of_means, min_samples, quantile_estimate, transform
 
 QUANTILES = {"kl_median": 0.5, "kl_p90": 0.9, "kl_p99": 0.99, "kl_p99_9": 0.999}
 UNITS = {
-    **dict.fromkeys(("kl_mean", *QUANTILES, "kl_max"), "nats"),
+    **dict.fromkeys(("kl_mean", "kl_late", *QUANTILES, "kl_max"), "nats"),
     **dict.fromkeys(("same_top", "same_top_off_ties", "delta_p_mean", "delta_p_rms", "top_1"), "%"),
 }
 TIE = 0.1
 """Where the parent's two most likely tokens are closer in probability than this, either may come first."""
+LATE = 0.75
+"""Tokens at positions from this part of `length` on are late: `kl_late` is their mean."""
 NUM_BUCKETS = 16
 """Of positions, in the detail."""
 EXPONENTS = np.arange(-9, 2.25, 0.25)
@@ -42,6 +46,7 @@ class Divergence(Metric):
     text: str = Field(default="python", min_length=1, description="text source to measure on (its measuring half)")
     windows: int = Field(default=48, ge=2, description="most windows of text")
     length: int = Field(default=512, ge=16, description="tokens of a window")
+    shortest: int = Field(default=SHORTEST, ge=2, description="fewest tokens of a window; `length`: only whole ones")
 
     def names(self) -> Mapping[str, str]:
         """See `Metric.names`."""
@@ -64,8 +69,9 @@ class Divergence(Metric):
     ) -> dict[str, Measurement]:
         """See `Metric.measure`. The ratio to `parent` of a distance to it is the same value."""
         job = Job(
-            program, references["parent"], self.text, self.windows, self.length, context.threads, context.progress
-        )
+            program, references["parent"], self.text, self.windows, self.length, context.threads, context.progress,
+            shortest=self.shortest,
+        )  # fmt: skip
         return {k: v for k, v in summarize(compare(job), context.seed).items() if k in self.names()}
 
 
@@ -92,6 +98,10 @@ def summarize(comparison: Comparison, seed: int) -> dict[str, Measurement]:
     if is_clear.any():
         off_ties = bootstrap_ratio_of_means(same * clear, clear, clusters, seed=seed)
         estimates["same_top_off_ties"] = _clip(off_ties, 0, 100)
+    late = (tokens["position"] >= LATE * comparison.protocol["context"]).astype(float)
+    if late.any():
+        late_mean = bootstrap_ratio_of_means(kl * late, late, clusters, seed=seed)
+        estimates["kl_late"] = _clip(late_mean, 0, np.inf)
     for name, p in QUANTILES.items():
         if len(kl) >= min_samples(p):
             estimates[name] = _clip(quantile_estimate(kl, clusters, p, seed=seed), 0, np.inf)
@@ -99,6 +109,7 @@ def summarize(comparison: Comparison, seed: int) -> dict[str, Measurement]:
         "kl_mean": {"by_position": by_position(kl, tokens["position"]), "histogram": histogram(kl)},
         "delta_p_mean": {f"p{100 * p:g}": float(np.quantile(delta, p)) for p in (0.01, 0.99)},
         "same_top_off_ties": {"tokens": int(is_clear.sum()), "parent_margin_above": TIE},
+        "kl_late": {"tokens": int(late.sum()), "from": math.ceil(LATE * comparison.protocol["context"])},
     }
     result = {}
     for name, estimate in estimates.items():

@@ -1,4 +1,7 @@
-"""Resident memory of a process that loads a program and generates. Compared exactly: the largest of three processes."""
+"""Resident memory of a process that loads a program and generates, and what its cache grows by with each token.
+
+Compared exactly: the largest of three processes.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from strop.worker import Memory as Resident
 from strop.worker import Worker
 
 PROCESSES = 3
+CACHE = "cache_bytes_per_token"
 
 
 class Memory(Metric):
@@ -26,8 +30,8 @@ class Memory(Metric):
     new_tokens: int = Field(default=16, ge=2, description="tokens generated after it")
 
     def names(self) -> Mapping[str, str]:
-        """See `Metric.names`: when loaded, the most until the end, after generating."""
-        return dict.fromkeys(("load_bytes", "peak_bytes", "steady_bytes"), "bytes")
+        """See `Metric.names`: when loaded, the most until the end, after generating; keys and values of one token."""
+        return dict.fromkeys(("load_bytes", "peak_bytes", "steady_bytes", CACHE), "bytes")
 
     def measure(
         self, program: Artifact, references: Mapping[str, Artifact], context: MeasureContext
@@ -48,10 +52,15 @@ class Memory(Metric):
                 "lower",
                 PROCESSES,
                 protocol,
-                {key: Estimate.exact(_most(ours, name) / _most(theirs, name)) for key, theirs in found.items()},
+                {
+                    key: Estimate.exact(_most(ours, name) / _most(x, name))
+                    for key, x in found.items()
+                    if _tells(x, name)
+                },
                 _detail(ours, name),
             )
             for name, unit in self.names().items()
+            if _tells(ours, name)
         }
 
 
@@ -66,6 +75,11 @@ def resident(artifact: Artifact, prompt_tokens: int, new_tokens: int, threads: i
             worker.decode(prompt, new_tokens)
             found.append(worker.memory())
     return tuple(found)
+
+
+def _tells(processes: tuple[Resident, ...], name: str) -> bool:
+    """Whether the program has that figure: one that runs through another library may not tell its cache."""
+    return all(getattr(x, name) is not None for x in processes)
 
 
 def _most(processes: tuple[Resident, ...], name: str) -> int:

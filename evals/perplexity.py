@@ -15,6 +15,7 @@ from pydantic import Field
 
 from strop.artifact import Artifact
 from strop.evals._scoring import Comparison, Job, compare
+from strop.evals._text import SHORTEST
 from strop.metric import Kind, MeasureContext, Measurement, Metric
 from strop.statistics import bootstrap_mean, bootstrap_ratio_of_means, transform
 
@@ -30,6 +31,7 @@ class Perplexity(Metric):
     text: str = Field(default="python", min_length=1, description="text source to measure on (its measuring half)")
     windows: int = Field(default=48, ge=2, description="most windows of text")
     length: int = Field(default=512, ge=16, description="tokens of a window")
+    shortest: int = Field(default=SHORTEST, ge=2, description="fewest tokens of a window; `length`: only whole ones")
 
     def names(self) -> Mapping[str, str]:
         """See `Metric.names`."""
@@ -44,8 +46,9 @@ class Perplexity(Metric):
     ) -> dict[str, Measurement]:
         """See `Metric.measure`."""
         job = Job(
-            program, references["parent"], self.text, self.windows, self.length, context.threads, context.progress
-        )
+            program, references["parent"], self.text, self.windows, self.length, context.threads, context.progress,
+            shortest=self.shortest,
+        )  # fmt: skip
         return summarize(compare(job), context.seed)
 
 

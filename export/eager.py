@@ -45,7 +45,8 @@ class Eager(Stage):
         dense = spec.num_parameters() * DTYPE_BYTES[spec.dtype]
         integer = [x for x in spec.linears() if x.quantization is not None and x.quantization.activations is not None]
         dense += (4 - DTYPE_BYTES[spec.dtype]) * sum(x.in_features * x.out_features for x in integer)
-        return Plan(spec, spec.size_bytes(), dense, 1.0, tuple(notes))
+        cached = spec.kv_bytes_per_token(DTYPE_BYTES[spec.dtype]) if spec.opaque_bytes is None else None
+        return Plan(spec, spec.size_bytes(), dense, 1.0, tuple(notes), cached)
 
     def support(self, spec: ModelSpec) -> Support:  # noqa: ARG002 (all are)
         """See `Stage.support`."""

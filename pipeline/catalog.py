@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from pydantic.fields import FieldInfo
 from strop import plugin
 from strop.calibration.tokens import CalibrationSpec
 from strop.errors import UserError, did_you_mean
+from strop.families import CACHE_KEY, cache_scheme
 from strop.gate import Gate
 from strop.metric import Metric
 from strop.model import stored_format
@@ -26,6 +28,9 @@ from strop.report import aligned
 from strop.spec import (
     FIXED_FORMATS,
     Activations,
+    CacheFormat,
+    CacheQuantization,
+    CacheScales,
     LayerSpec,
     Linear,
     ModelSpec,
@@ -174,7 +179,7 @@ def markdown() -> str:
                 measures = ", ".join(f"`{x}` ({unit})" if unit else f"`{x}`" for x, unit in entry.measures)
                 lines += ["", f"Measures {measures}."]
         if kind == "runtimes":
-            lines += _formats_table()
+            lines += _formats_table() + _caches_table()
     return "\n".join(lines) + "\n"
 
 
@@ -205,6 +210,37 @@ def _formats_table() -> list[str]:
         cells = [support(x, q) or "refused" for x in runtimes]
         lines.append(f"| `{text}` | {' | '.join(cells)} | {stored_format(q)} |")
     return lines
+
+
+def _caches_table() -> list[str]:
+    """Which cache of keys and values runs where."""
+    runtimes = plugin.names("export")
+    lines = [
+        "",
+        "### Caches of keys and values",
+        "",
+        "What the stage `kv_cache` asks for, and which runtimes hold it as codes; the others keep floats, and `check`",
+        "refuses what they would not round. Where compressed-tensors has words for it, because keys and values are",
+        "alike, config.json tells it as `kv_cache_scheme`, else as strop's own key, which other libraries read over.",
+        "",
+        f"| format, scales | {' | '.join(f'`{x}`' for x in runtimes)} | told by |",
+        f"| --- |{' --- |' * len(runtimes)} --- |",
+    ]
+    for form, scales in itertools.product(get_args(CacheFormat), get_args(CacheScales)):
+        cache = CacheQuantization(form, scales, scales)
+        cells = ["native" if holds_cache(x, cache) else "refused" for x in runtimes]
+        told = "kv_cache_scheme" if cache_scheme(cache) else CACHE_KEY
+        lines.append(f"| `{form}`, `{scales}` | {' | '.join(cells)} | {told} |")
+    return lines
+
+
+def holds_cache(runtime: str, cache: CacheQuantization) -> bool:
+    """Whether a runtime, with its default fields, keeps keys and values as they are asked for."""
+    try:
+        plugin.find("export", runtime, Stage)().plan(replace(_example(FORMATS["bits: 4"]), kv_cache=cache), 0)
+    except UserError:
+        return False
+    return True
 
 
 def _example(q: Quantization) -> ModelSpec:

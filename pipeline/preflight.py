@@ -55,9 +55,10 @@ class CheckResult:
 
     def table(self) -> str:
         """For the terminal."""
-        lines = [["chain", "stage", "size", "memory", "time"]]
+        lines = [["chain", "stage", "size", "memory", "time", "cache, a token"]]
         for step in self.steps:
             time = "shared" if step.is_shared else f"{max(1.0, step.plan.seconds):.0f} s"
+            cache = step.plan.cache_bytes_per_token
             lines.append(
                 [
                     step.chain,
@@ -65,6 +66,7 @@ class CheckResult:
                     show(step.plan.size_bytes, "bytes"),
                     show(step.plan.memory_bytes, "bytes"),
                     time,
+                    "" if cache is None else show(cache, "bytes"),
                 ]
             )
         total = sum(max(1.0, x.plan.seconds) for x in self.steps if not x.is_shared)

@@ -92,6 +92,7 @@ class Plan:
         memory_bytes: Peak while it runs.
         seconds: Rough time on this machine.
         notes: Lines worth a user's attention (a widened format, a group that gets no calibration).
+        cache_bytes_per_token: Of an export: keys and values of one token; None: not known here.
     """
 
     spec: ModelSpec
@@ -99,6 +100,7 @@ class Plan:
     memory_bytes: int
     seconds: float
     notes: tuple[str, ...] = ()
+    cache_bytes_per_token: int | None = None
 
 
 class Stage(BaseModel, ABC):

@@ -104,6 +104,7 @@ class Memory(NamedTuple):
         steady_bytes: Now.
         unique_bytes: Now, without pages that another process maps too.
         interpreter_bytes: Before the program was loaded.
+        cache_bytes_per_token: That keys and values of one more token take; None: the program does not tell.
     """
 
     load_bytes: int
@@ -111,6 +112,7 @@ class Memory(NamedTuple):
     steady_bytes: int
     unique_bytes: int
     interpreter_bytes: int
+    cache_bytes_per_token: int | None = None
 
 
 class Worker:
@@ -397,7 +399,7 @@ def _serve(program: Program, before: int, loaded: int, out: IO[bytes]) -> None:
             elif call == "multiply":
                 value = asdict(multiply(**request, dtype=program.traits.dtype))
             elif call == "memory":
-                value = _memory(before, loaded)._asdict()
+                value = _memory(program, before, loaded)._asdict()
             else:
                 ids = np.array([request["ids"]], dtype=np.int64)
                 array = program.open(1, ids.shape[1]).step(ids, logits="all")[0]
@@ -408,12 +410,23 @@ def _serve(program: Program, before: int, loaded: int, out: IO[bytes]) -> None:
             _send(out, {"value": value}, np.asarray(array, np.float32).tobytes())
 
 
-def _memory(before: int, loaded: int) -> Memory:
+def cache_bytes_per_token(program: Program) -> int | None:
+    """What a session grows by with each token that it has room for; None where a cache is no array."""
+    sizes = []
+    for tokens in (1, 2):
+        arrays = program.allocate(1, tokens)
+        if not all(hasattr(x, "nbytes") for x in arrays):
+            return None
+        sizes.append(sum(int(x.nbytes) for x in arrays))
+    return sizes[1] - sizes[0]
+
+
+def _memory(program: Program, before: int, loaded: int) -> Memory:
     gc.collect()
     peak, now = resident_bytes("VmHWM"), resident_bytes("VmRSS")
     rollup = Path("/proc/self/smaps_rollup").read_text()
     unique = _kilobytes(rollup, "Private_Clean") + _kilobytes(rollup, "Private_Dirty")
-    return Memory(loaded, peak, now, unique, before)
+    return Memory(loaded, peak, now, unique, before, cache_bytes_per_token(program))
 
 
 def _kind(error: UserError | ConformanceError) -> str:

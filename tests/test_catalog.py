@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field
 
 from strop import catalog, plugin
 from strop.cli import main
+from strop.spec import CacheQuantization
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "recipes.md"
 
@@ -83,3 +84,10 @@ def test_listing_needs_no_torch() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "set()"
+
+
+def test_which_cache_runs_where_is_read_from_the_exports() -> None:
+    int4, fp8 = CacheQuantization("int4", "channel", "head"), CacheQuantization("fp8", "head", "head")
+    assert [catalog.holds_cache("onnx_runtime", x) for x in (int4, fp8)] == [True, False]
+    assert [catalog.holds_cache("eager", x) for x in (int4, fp8)] == [True, True]
+    assert not any(catalog.holds_cache(x, int4) for x in ("gguf", "auto_gptq", "torch_compile", "tensor_rt"))

@@ -54,6 +54,19 @@ def test_sizes_are_those_of_the_tables(model: Path) -> None:
     assert found.steps[3].plan.spec.head.quantization is not None
 
 
+def test_the_cache_of_each_export_is_told(model: Path) -> None:
+    cache = {"use": "kv_cache", "keys": "head"}
+    found = checked(model, stages=[cache], calibration={"source": "python", "length": 64})
+    told = {(x.chain, x.name): x.plan.cache_bytes_per_token for x in found.steps}
+    assert told["parent", "onnx_runtime"] == found.spec.kv_bytes_per_token(4) == 4 * told["main", "onnx_runtime"]
+    assert told["main", "kv_cache"] is None
+    assert "cache, a token" in found.table()
+    for note in ("a cached token takes 192 bytes, 384 in 16-bit floats", "vLLM takes fp8 only and refuses int8"):
+        assert any(note in x for x in found.notes)
+    with pytest.raises(UserError, match=r"^export\[0\] \(onnx_runtime of main\): .*asks for format fp8"):
+        checked(model, stages=[{**cache, "format": "fp8"}], calibration={"source": "python", "length": 64})
+
+
 def test_unused_calibration_is_noted(model: Path) -> None:
     assert "calibration: no stage uses it" in checked(model, calibration={"source": "self"}).notes
 

@@ -48,7 +48,7 @@ class OnnxRuntime(Stage):
         else:
             layout.check(spec)
             size, notes = layout.size_bytes(spec, self.trees), layout.notes(spec)
-        return Plan(spec, size, 3 * 4 * largest, size / WRITTEN_PER_SECOND, notes)
+        return Plan(spec, size, 3 * 4 * largest, size / WRITTEN_PER_SECOND, notes, spec.kv_bytes_per_token(4))
 
     def support(self, spec: ModelSpec) -> Support:
         """See `Stage.support`."""

@@ -15,7 +15,7 @@ from strop.artifact import Artifact, Format
 from strop.errors import UserError
 from strop.export.torch_compile import layout
 from strop.program import Program, Traits
-from strop.spec import DType, ModelSpec
+from strop.spec import DTYPE_BYTES, DType, ModelSpec
 from strop.stage import Context, Plan, Stage, Support
 
 SECONDS_PER_PIECE = 10.0
@@ -42,7 +42,9 @@ class TorchCompile(Stage):
         size = layout.size_bytes(spec, self._dtype(spec))
         pieces = 2 * (2 * len(set(layout.kinds(spec))) + 1)
         largest = max(x.in_features * x.out_features for x in spec.linears())
-        return Plan(spec, size, 1_500_000_000 + 3 * 4 * largest, pieces * SECONDS_PER_PIECE, layout.notes(spec))
+        cached = spec.kv_bytes_per_token(DTYPE_BYTES[self._dtype(spec)])
+        memory = 1_500_000_000 + 3 * 4 * largest
+        return Plan(spec, size, memory, pieces * SECONDS_PER_PIECE, layout.notes(spec), cached)
 
     def support(self, spec: ModelSpec) -> Support:
         """See `Stage.support`."""

@@ -140,7 +140,7 @@ class KvCache(Stage):
             kept = context.scratch / f"layer_{index}.safetensors"
             stream.load_layer(index)
             if index in owners and not kept.exists():
-                scales = {f"{spec.layers[index].attention}.{part}": x for part, x in self._solve(stream).items()}
+                scales = {f"{spec.layers[index].attention}.{part}": x for part, x in self.solve(stream).items()}
                 write_atomically(kept, save({name: x.cpu().contiguous() for name, x in scales.items()}))
             if index in owners:
                 found |= load_file(kept)
@@ -150,7 +150,7 @@ class KvCache(Stage):
             context.progress("kv_cache", index + 1, owners[-1] + 1)
         return found
 
-    def _solve(self, stream: Stream) -> dict[str, Tensor]:
+    def solve(self, stream: Stream) -> dict[str, Tensor]:
         """`k_scale`, `v_scale` and the relative error of each, of the block that is loaded.
 
         Raises:

@@ -23,7 +23,7 @@ def comparison(**columns: Any) -> Comparison:
     tokens["window"] = np.repeat(np.arange(40), 32)
     for name, values in columns.items():
         tokens[name] = values
-    return Comparison(tokens, tokens["window"], np.full(40, 128), {"bos": True})
+    return Comparison(tokens, tokens["window"], np.full(40, 128), {"bos": True, "context": 32})
 
 
 def test_equal_programs_have_no_distance_and_no_doubt_about_it() -> None:
@@ -41,6 +41,16 @@ def test_kl_figures_are_those_of_the_tokens() -> None:
     assert found["kl_p99"].estimate.value == pytest.approx(np.quantile(kl, 0.99), rel=0.05)
     assert found["kl_mean"].estimate.lower < kl.mean() < found["kl_mean"].estimate.upper
     assert found["kl_mean"].samples == 40
+
+
+def test_late_tokens_are_those_of_the_last_quarter_of_a_whole_window() -> None:
+    late = np.tile(np.arange(1, 33) >= 24, 40)
+    found = summarize(comparison(kl=np.where(late, 0.5, 0.1)), 0)
+    assert found["kl_late"].estimate.value == pytest.approx(0.5)
+    assert found["kl_late"].detail == {"tokens": int(late.sum()), "from": 24}
+    early = summarize(comparison(position=np.tile(np.arange(32) % 20, 40)), 0)
+    assert "kl_late" not in early
+    assert "kl_late" in Divergence().names()
 
 
 def test_a_ratio_to_the_parent_of_a_distance_to_it_is_the_distance() -> None:

@@ -20,6 +20,9 @@ def test_a_bigger_program_takes_as_much_more_as_it_is_bigger(tmp_path: Path) -> 
     small = save_table(tmp_path / "small", table, table, key="s" * 64)
     big = save_table(tmp_path / "big", table, table, behaviour={"ballast_bytes": 60_000_000}, key="b" * 64)
     found = Memory(prompt_tokens=3, new_tokens=2).measure(big, {"parent": small}, MeasureContext(threads=1))
+    cache = found.pop("cache_bytes_per_token")
+    assert cache.estimate.value == 8  # one int64 a token
+    assert cache.ratios["parent"].value == 1
     for measurement in found.values():
         processes = resident(small, 3, 2, 1)
         extra = measurement.estimate.value - max(x.steady_bytes for x in processes)

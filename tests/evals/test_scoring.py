@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable
@@ -221,3 +222,10 @@ def test_the_artifacts_of_a_job_are_what_its_result_is_remembered_by(job: Callab
     again = Job(Artifact(made.candidate.path, "program", "b" * 64), made.parent, made.text, 30, LENGTH, 1, progress)
     assert compare(again) is first
     assert not calls
+
+
+def test_windows_can_be_whole_ones_only(job: Callable[..., Job]) -> None:
+    made = job()
+    some, whole = compare(made), compare(dataclasses.replace(made, shortest=LENGTH))
+    assert set(np.bincount(whole.tokens["window"])) == {LENGTH - 1}
+    assert len(set(np.bincount(some.tokens["window"]))) > 1

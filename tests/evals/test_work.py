@@ -20,7 +20,7 @@ from strop.families import FAMILIES
 from strop.methods.rtn import Rtn
 from strop.model import read_spec
 from strop.program import Traits
-from strop.spec import Linear, ModelSpec, Quantization
+from strop.spec import CacheQuantization, Linear, ModelSpec, Quantization
 from strop.stage import Context, Stage
 
 KEY = "0" * 64
@@ -109,6 +109,19 @@ def test_an_eager_program_of_packed_codes_reads_them_dequantized(tmp_path: Path)
     program: Any = Eager.load(out, traits)
     weights = [program.decoder.linear(y.name).weight for x in spec.layers for y in x.linears.values()]
     assert work(spec, traits, 3, 2).read_bytes["linears"] == sum(x.numel() * x.itemsize for x in weights)
+
+
+@pytest.mark.parametrize(("form", "keys"), [("int8", "head"), ("int4", "channel"), ("int8", "token")])
+def test_rounded_keys_and_values_are_read_as_codes(form: Any, keys: Any, tmp_path: Path) -> None:
+    spec = read_spec(tiny_folder(tmp_path / "source", "llama"))
+    rounded = dataclasses.replace(spec, kv_cache=CacheQuantization(form, keys, keys))
+    traits = Traits("onnx_runtime", "float32", 1, "cpu", 128, spec.vocab_size, takes_trees=False)
+    found = work(rounded, traits, 9, 2).read_bytes["keys_values"]
+    layer = spec.layers[0]
+    numbers = 2 * layer.num_kv_heads * layer.head_dim * len(spec.layers) * 11
+    scales = 2 * 4 * layer.num_kv_heads * len(spec.layers) * 11 if keys == "token" else 0
+    assert found == numbers // (2 if form == "int4" else 1) + scales
+    assert work(spec, traits, 9, 2).read_bytes["keys_values"] == 4 * numbers
 
 
 @pytest.mark.parametrize("family", FAMILIES)

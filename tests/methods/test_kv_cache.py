@@ -240,7 +240,7 @@ def test_a_killed_run_goes_on_after_the_layers_it_finished(
 ) -> None:
     source = tiny_folder(tmp_path / "source", "llama")
     whole = run(KvCache(), source, tmp_path / "whole", tokens)
-    solve, solved = KvCache._solve, []
+    solve, solved = KvCache.solve, []
 
     def dying(self: KvCache, stream: Any) -> Any:
         solved.append(stream.layer.spec.attention)
@@ -248,7 +248,7 @@ def test_a_killed_run_goes_on_after_the_layers_it_finished(
             raise KeyboardInterrupt
         return solve(self, stream)
 
-    monkeypatch.setattr(KvCache, "_solve", dying)
+    monkeypatch.setattr(KvCache, "solve", dying)
     with pytest.raises(KeyboardInterrupt):
         run(KvCache(), source, tmp_path / "out", tokens)
     (tmp_path / "out").rmdir()
