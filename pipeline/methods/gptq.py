@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -21,7 +21,7 @@ from pydantic import Field
 from strop.artifact import Artifact, write_atomically
 from strop.errors import UserError
 from strop.methods._formats import quantization
-from strop.spec import Activations, Linear, ModelSpec, NumberFormat
+from strop.spec import Activations, Linear, ModelSpec, NumberFormat, Quantization
 from strop.stage import GFLOPS_PER_THREAD, Context, Plan, Stage
 
 if TYPE_CHECKING:
@@ -91,6 +91,22 @@ class Gptq(Stage):
 
     def run(self, source: Artifact, out: Path, context: Context) -> dict[str, Any]:
         """See `Stage.run`. Finished linears are kept in the scratch folder; a killed run goes on after them."""
+        from strop.model import read_spec
+
+        linears, form = read_spec(source.path).match(self.targets), quantization(self)
+        return self.quantize(source, out, context, {x.name: form for x in linears})
+
+    def quantize(
+        self, source: Artifact, out: Path, context: Context, forms: Mapping[str, Quantization]
+    ) -> dict[str, Any]:
+        """`run`, with a form for each linear.
+
+        Args:
+            source: As in `Stage.run`, `out` and `context` too.
+            out: Where to write.
+            context: Seed, threads, calibration, scratch space.
+            forms: Linear name -> its quantization; linears that read the same input have the same.
+        """
         import numpy as np
         import torch
 
@@ -101,13 +117,13 @@ class Gptq(Stage):
         assert context.calibration is not None, "the runner provides it: needs_calibration"
         ids = torch.from_numpy(np.load(context.calibration)).to(context.device)
         spec = read_spec(source.path)
-        result, linears = self._quantized(spec)
+        linears, result = [x for x in spec.linears() if x.name in forms], spec.quantize(forms)
         waiting = {x.name for x in linears}
 
         def visit(group: Group) -> bool:
             chosen = [x for x in group.linears if x.name in waiting]
             if chosen:
-                self._quantize(group, chosen, context.scratch)
+                self._quantize(group, chosen, forms[chosen[0].name], context.scratch)
                 waiting.difference_update(x.name for x in chosen)
                 context.progress("gptq", len(linears) - len(waiting), len(linears))
             return bool(waiting)
@@ -122,7 +138,7 @@ class Gptq(Stage):
         linears, form = spec.match(self.targets), quantization(self)
         return spec.quantize({x.name: form for x in linears}), linears
 
-    def _quantize(self, group: Group, linears: Sequence[Linear], scratch: Path) -> None:
+    def _quantize(self, group: Group, linears: Sequence[Linear], form: Quantization, scratch: Path) -> None:
         """Quantize linears that share their inputs, unless an earlier try did, and put the result in their place."""
         import torch
 
@@ -133,10 +149,10 @@ class Gptq(Stage):
             h = hessian(group.inputs())
             weight = torch.cat([group.weights[x.name] for x in linears])
             c = drift(group.pairs()) if self.drift_correction else None
-            solution = self._solve(weight, h, c, ", ".join(x.name for x in linears))
-            largest = max(float(x.abs().max()) for x in group.inputs()) if self.activations == "static" else 0.0
+            solution = self._solve(weight, h, c, form, ", ".join(x.name for x in linears))
+            largest = max(float(x.abs().max()) for x in group.inputs()) if form.activations == "static" else 0.0
             # Engines run these linears as one matrix, which has one such scale.
-            unit = float(global_scale(LARGEST_E2M1 * solution.scale.max())) if self.format == "nvfp4" else 0.0
+            unit = float(global_scale(LARGEST_E2M1 * solution.scale.max())) if form.format == "nvfp4" else 0.0
             start = 0
             for linear in linears:
                 rows = slice(start, start + linear.out_features)
@@ -148,7 +164,7 @@ class Gptq(Stage):
             kept = _load(_path(scratch, linear))
             group.weights[linear.name].copy_(dequantize(kept["codes"], kept["scale"], kept["zero"]))
 
-    def _solve(self, weight: Tensor, hessian: Tensor, drift: Tensor | None, place: str) -> Solution:
+    def _solve(self, weight: Tensor, hessian: Tensor, drift: Tensor | None, form: Quantization, place: str) -> Solution:
         """Codes of W, with as much damping as it takes.
 
         Raises:
@@ -158,7 +174,7 @@ class Gptq(Stage):
 
         from strop.numerics import quantize, search_scales
 
-        energy, form = hessian.diagonal(), quantization(self)
+        energy = hessian.diagonal()
         if not bool(hessian.isfinite().all()):
             raise UserError(f"gptq: {place}: the inputs are not finite on the calibration text")
         if not bool(energy.any()):

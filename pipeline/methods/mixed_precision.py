@@ -5,7 +5,7 @@ group alone rounded, on a little calibration text, at the width nearest to the b
 the error of the group's outputs, to whose square KL is proportional where it is small. Widths of least total KL within
 the budget are a multiple-choice knapsack (Kellerer et al. 2004, Knapsack Problems, chapter 11), solved exactly; the sum
 over groups as in HAWQ-V3 (Yao et al. 2021, arXiv 2011.10680), with KL in place of a second-order estimate of the loss.
-Left out: errors that groups make together, and compensating rounding errors (`gptq`).
+Left out: errors that groups make together.
 
 Legend: W (out, in) weights of a linear, Ŵ rounded. A group: linears of a block that read the same input, such as q, k
 and v. They share a width, because engines that run them as one matrix need that.
@@ -24,6 +24,7 @@ from pydantic import Field
 
 from strop.artifact import Artifact, write_atomically
 from strop.errors import UserError
+from strop.methods.gptq import Gptq
 from strop.spec import Linear, ModelSpec, Quantization
 from strop.stage import GFLOPS_PER_THREAD, Context, Plan, Stage
 
@@ -42,7 +43,7 @@ SEARCH_OPERATIONS = 300
 
 
 class MixedPrecision(Stage):
-    """Quantize linears to different widths, the most bits where they matter most, by rounding to nearest.
+    """Quantize linears to different widths, the most bits where they matter most.
 
     Attributes:
         average_bits: Largest average width of a code over the weights that are quantized. Scales and zero points come
@@ -51,7 +52,9 @@ class MixedPrecision(Stage):
         group_size: Inputs that share one scale; null: one scale per output channel.
         symmetric: Without zero points.
         targets: Patterns over full linear names, for example `*.mlp.*`; null: every linear inside the layers.
-        tokens: So many calibration tokens are used: the time grows with them.
+        tokens: So many calibration tokens are used to find out what matters: the time grows with them.
+        rounding: How codes are chosen once the widths are known: `gptq`, as that stage does by default, on all of the
+            calibration text; `nearest` takes no more time.
     """
 
     needs_calibration: ClassVar[bool] = True
@@ -62,6 +65,7 @@ class MixedPrecision(Stage):
     symmetric: bool = True
     targets: list[str] | None = Field(default=None, min_length=1)
     tokens: int = Field(default=512, gt=0)
+    rounding: Literal["gptq", "nearest"] = "gptq"
 
     def plan(self, spec: ModelSpec, num_calibration_tokens: int) -> Plan:
         """See `Stage.plan`. The table is a stand-in of the same budget: calibration decides which linear gets what."""
@@ -74,6 +78,10 @@ class MixedPrecision(Stage):
         forward = sum(2 * (sum(blocks[x:]) + head) for x in layers)
         rounding = (len(self._widths) + 1) * (SEARCH_OPERATIONS + 2 * tokens) * _num_weights(groups)
         changed = max(layers.count(x) for x in layers)
+        memory = (
+            2 * head + 2 * max(blocks) + 2 * changed * tokens * spec.hidden_size + 6 * HEAD_TOKENS * spec.vocab_size
+        )
+        after = self._gptq().plan(spec, num_calibration_tokens) if self.rounding == "gptq" else None
         notes = [f"which linear gets how many bits follows from calibration: at most {self.average_bits:g} on average"]
         if not self.symmetric and len(self._widths) > 1:
             notes.append("transformers cannot open asymmetric codes of several widths: strop and its runtimes can")
@@ -82,11 +90,8 @@ class MixedPrecision(Stage):
         return Plan(
             spec=result,
             size_bytes=result.size_bytes(),
-            memory_bytes=4
-            * (
-                2 * head + 2 * max(blocks) + 2 * changed * tokens * spec.hidden_size + 6 * HEAD_TOKENS * spec.vocab_size
-            ),
-            seconds=(tokens * forward + rounding) / (2 * GFLOPS_PER_THREAD * 1e9),
+            memory_bytes=max(4 * memory, after.memory_bytes if after else 0),
+            seconds=(tokens * forward + rounding) / (2 * GFLOPS_PER_THREAD * 1e9) + (after.seconds if after else 0),
             notes=tuple(notes),
         )
 
@@ -123,19 +128,26 @@ class MixedPrecision(Stage):
         measured = {name: x for layer in layers for name, x in _load(_path(context.scratch, layer)).items()}
         table = [measured[group[0].name].losses for group in groups]
         chosen = allocate(_costs(groups, self._widths), table, budget)
-        result = spec.quantize(self._quantizations(groups, chosen))
-        with Weights(source.path) as weights:
-            save_checkpoint(out, result, source.path, _changed(weights, result, groups, measured))
+        forms = self._quantizations(groups, chosen)
+        result = spec.quantize(forms)
         report = self._report(groups, table, chosen) | {
             "num_tokens": ids.numel(),
             "without_inputs": [x.name for group in groups if not measured[group[0].name].energy.any() for x in group],
         }
+        if self.rounding == "gptq":
+            report["gptq"] = self._gptq().quantize(source, out, context, forms)["report"]
+            return {"spec": result, "report": report}
+        with Weights(source.path) as weights:
+            save_checkpoint(out, result, source.path, _changed(weights, result, groups, measured))
         return {"spec": result, "report": report}
 
     @property
     def _widths(self) -> list[int]:
         """The choices, fewest bits first."""
         return sorted(set(self.choices))
+
+    def _gptq(self) -> Gptq:
+        return Gptq(group_size=self.group_size, symmetric=self.symmetric, targets=self.targets)
 
     def _quantization(self, bits: int) -> Quantization:
         return Quantization(bits, self.group_size, self.symmetric)

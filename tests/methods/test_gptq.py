@@ -111,7 +111,7 @@ def test_a_weight_on_the_grid_comes_back_exactly() -> None:
     scale = numerics.round_scales(torch.randn(9, 3, generator=generator))
     zero = torch.zeros(9, 3, dtype=torch.int8)
     weight = numerics.dequantize(codes, scale, zero)
-    solution = Gptq(group_size=16)._solve(weight, damped(correlated(100, 48, 0)), None, "here")
+    solution = Gptq(group_size=16)._solve(weight, damped(correlated(100, 48, 0)), None, Quantization(4, 16, True), "here")
     assert torch.equal(numerics.dequantize(solution.codes, solution.scale, solution.zero), weight)
 
 
@@ -146,7 +146,7 @@ def test_inputs_that_are_always_zero_keep_their_nearest_codes() -> None:
     dead = torch.tensor([3, 17, 40])
     x[:, dead] = 0
     weight = torch.randn(9, 48, generator=torch.Generator().manual_seed(2))
-    solution = Gptq(group_size=16)._solve(weight, 2 * x.T @ x / len(x), None, "here")
+    solution = Gptq(group_size=16)._solve(weight, 2 * x.T @ x / len(x), None, Quantization(4, 16, True), "here")
     nearest = numerics.quantize(weight, solution.scale, solution.zero, 4)
     assert torch.equal(solution.codes[:, dead], nearest[:, dead])
     assert not torch.equal(solution.codes, nearest)

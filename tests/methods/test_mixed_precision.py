@@ -23,6 +23,7 @@ from torch import Tensor
 from strop.artifact import Artifact, Manifest, hash_file, list_files, write_manifest
 from strop.conformance import check_checkpoint, check_program
 from strop.errors import UserError
+from strop.methods.gptq import Gptq
 from strop.methods.mixed_precision import MixedPrecision, allocate
 from strop.model import Weights, load_linear, read_spec
 from strop.numerics import dequantize, quantize, search_scales
@@ -100,7 +101,7 @@ def source(tmp_path: Path) -> Artifact:
 
 
 def stage(**fields: Any) -> MixedPrecision:
-    return MixedPrecision(**{"group_size": 16, **fields})
+    return MixedPrecision(**{"group_size": 16, "rounding": "nearest", **fields})
 
 
 def context(folder: Path, **fields: Any) -> Context:
@@ -186,6 +187,31 @@ def test_it_predicts_less_and_the_model_is_closer_than_with_the_same_bits_everyw
     assert found["spec"].size_bytes() <= other["spec"].size_bytes()
     parent = logits(source.path, ids)
     assert kl(parent, logits(mixed_out, ids)) < kl(parent, logits(even_out, ids))
+
+
+def test_gptq_rounds_to_the_widths_that_were_chosen(tmp_path: Path) -> None:
+    source = Artifact(tiny_folder(tmp_path / "source", seed=1), "checkpoint", KEY)
+    ids = torch.randint(2, VOCAB_SIZE, (20, 30), generator=torch.Generator().manual_seed(5))
+    outs = []
+    for rounding in ("nearest", "gptq"):
+        place = tmp_path / rounding
+        place.mkdir()
+        np.save(place / "tokens.npy", np.random.default_rng(0).integers(2, VOCAB_SIZE, (200, 30)))
+        outs.append(run(stage(average_bits=3.0, rounding=rounding), source, place))
+    (nearest, found), (compensated, other) = outs
+    assert found["spec"] == other["spec"] == read_spec(compensated)
+    assert len(set(other["report"]["bits"].values())) > 1
+    assert other["report"]["gptq"]["relative_error"].keys() == other["report"]["bits"].keys()
+    parent = logits(source.path, ids)
+    assert kl(parent, logits(compensated, ids)) < kl(parent, logits(nearest, ids))
+
+
+def test_with_one_width_to_choose_gptq_gives_what_the_stage_gives(source: Artifact, tmp_path: Path) -> None:
+    out, _ = run(stage(average_bits=3.0, choices=[3], rounding="gptq"), source, tmp_path / "mixed")
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    Gptq(bits=3, group_size=16).run(source, alone, context(tmp_path / "mixed" / "other"))
+    assert hash_file(out / "model.safetensors") == hash_file(alone / "model.safetensors")
 
 
 @pytest.mark.parametrize("average", [4.0, 2.6])
@@ -314,6 +340,7 @@ def test_a_killed_run_goes_on_at_the_next_layer_and_ends_in_the_same_bytes(sourc
 import os, signal
 from pathlib import Path
 from strop.artifact import Artifact
+from strop.methods.gptq import Gptq
 from strop.methods.mixed_precision import MixedPrecision
 from strop.stage import Context
 def kill(label, done, total):
@@ -321,7 +348,7 @@ def kill(label, done, total):
         os.kill(os.getpid(), signal.SIGKILL)
 context = Context(scratch=Path({str(place / "scratch")!r}), threads=1, calibration=Path({str(ids)!r}), progress=kill)
 source = Artifact(Path({str(source.path)!r}), "checkpoint", {KEY!r})
-MixedPrecision(group_size=16).run(source, Path({str(place / "out")!r}), context)
+MixedPrecision(group_size=16, rounding="nearest").run(source, Path({str(place / "out")!r}), context)
 """
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.run([sys.executable, "-c", code], env=environment, check=False, capture_output=True)
