@@ -16,8 +16,8 @@ QUICK = "quickstart"
 SLOW = ("latency", "memory")
 SMALL = {
     "calibration": ("samples=2", "length=32"),
-    "divergence": ("windows=2", "length=32"),
-    "perplexity": ("windows=2", "length=32"),
+    "divergence": ("windows=2", "length=32", "shortest=8"),
+    "perplexity": ("windows=2", "length=32", "shortest=8"),
     "latency": ("prompts=5", "prompt_tokens=4", "new_tokens=2", "min_pairs=10", "max_pairs=10"),
     "memory": ("prompt_tokens=8",),
 }
@@ -35,13 +35,8 @@ def small(found: recipe.Recipe, model: Path) -> list[str]:
     evals = [x for x in found.text["evals"] if x["use"] not in left_out]
     gates = [x for x in found.text["gates"] if x["metric"].split(".")[0] not in left_out]
     present = {x["use"] for x in evals} | ({"calibration"} if found.calibration else set())
-    groups = [x.name for x in found.chains[0].stages if getattr(x.stage, "group_size", None) is not None]
-    groups += [
-        f"variants.{v}.replace.{x}"
-        for v, y in found.text.get("variants", {}).items()
-        for x, stage in y.get("replace", {}).items()
-        if stage.get("group_size", 64) is not None
-    ]
+    grouped = {x.place: x for y in found.chains for x in y.stages if getattr(x.stage, "group_size", None) is not None}
+    groups = [place if place.startswith("variants") else x.name for place, x in grouped.items()]
     return [
         f"model.source={model}", "threads=1", f"evals={json.dumps(evals)}", f"gates={json.dumps(gates)}",
         *(f"{name}.{x}" for name in sorted(present) for x in SMALL.get(name, ())),

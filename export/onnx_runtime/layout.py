@@ -209,6 +209,11 @@ def notes(spec: ModelSpec) -> tuple[str, ...]:
         found.append(
             f"{len(slow)} linears of 2 bits with groups of 16 run dequantized: the kernel takes groups of 32 and more"
         )
+    if spec.kv_cache is not None:
+        found.append(
+            f"attention over {spec.kv_cache.format} keys and values decodes faster from long contexts, but takes "
+            "several times as long for many new tokens at once: long prompts wait"
+        )
     if spec.dtype != "float32" and (len(quantized) < len(list(spec.linears())) or not shares_codes(spec)):
         found.append(
             f"what is not quantized is stored in float32, twice its bytes in {spec.dtype}: the CPU computes in float32"
