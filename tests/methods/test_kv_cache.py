@@ -20,6 +20,7 @@ from strop.export.eager import Eager
 from strop.families import cache_scheme
 from strop.kv_codes import LARGEST, decode, encode
 from strop.methods.awq import Awq
+from strop.methods.gptq import Gptq
 from strop.methods.kv_cache import SHRINKS, KvCache, fit, fitting_scale, observe, share
 from strop.methods.rotate import Rotate
 from strop.methods.rtn import Rtn
@@ -205,11 +206,12 @@ def test_scales_that_no_scheme_names_leave_the_folder_open_to_transformers(tmp_p
         torch.testing.assert_close(two(ids).logits, one(ids).logits)
 
 
-def test_weights_may_be_quantized_before_or_after(tmp_path: Path, tokens: Path) -> None:
+@pytest.mark.parametrize("weights", [Rtn(group_size=16), Gptq(group_size=16)], ids=lambda x: type(x).__name__)
+def test_weights_may_be_quantized_before_or_after(weights: Stage, tmp_path: Path, tokens: Path) -> None:
     source = tiny_folder(tmp_path / "source", "llama")
-    cache, weights = KvCache(), Rtn(bits=4, group_size=16)
-    before = run(cache, run(weights, source, tmp_path / "w"), tmp_path / "wc", tokens)
-    after = run(weights, run(cache, source, tmp_path / "c", tokens), tmp_path / "cw")
+    cache = KvCache()
+    before = run(cache, run(weights, source, tmp_path / "w", tokens), tmp_path / "wc", tokens)
+    after = run(weights, run(cache, source, tmp_path / "c", tokens), tmp_path / "cw", tokens)
     assert read_spec(before) == read_spec(after)
     one, two = (load_file(x / "model.safetensors") for x in (before, after))
     assert one.keys() == two.keys()
