@@ -37,6 +37,10 @@ class Eager(Stage):
         notes = []
         if any(x.quantization is not None for x in spec.linears()):
             notes.append("eager dequantizes: it is the reference for quality, not a speed row")
+        if any(x.quantization is not None and x.quantization.format == "llm_int8" for x in spec.linears()):
+            notes.append(
+                "bitsandbytes rounds inputs too when it runs llm_int8, but for outliers: measured are the weights"
+            )
         if spec.opaque_bytes is not None:
             notes.append(
                 f"{spec.family} is not a known family: it runs through transformers, without trees, rows of a batch "

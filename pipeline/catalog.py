@@ -185,7 +185,7 @@ def markdown() -> str:
 
 def support(runtime: str, q: Quantization) -> Support | None:
     """How a runtime, with its default fields, holds weights of a format; None: it refuses them."""
-    stage = plugin.find("export", runtime, Stage)()
+    stage = plugin.find("export", runtime, Stage)()  # type: ignore[type-abstract]  # only its subclasses are made
     try:
         return stage.support(_example(q))
     except UserError:
@@ -201,7 +201,8 @@ def _formats_table() -> list[str]:
         "",
         "How a program holds the weights: `native`: in as many bits as the format has; `widened`: in more, its size",
         "says so; `dequantized`: as floats, once it is loaded or at every step, which is right for quality and slow;",
-        "`refused`: `check` says so in one line. The checkpoint itself opens in vLLM and transformers.",
+        "`refused`: `check` says so in one line. Checkpoints are compressed-tensors', for vLLM and transformers, or",
+        "bitsandbytes', for transformers. Formats can be mixed, one stage with its `targets` for each.",
         "",
         f"| in a recipe | {' | '.join(f'`{x}`' for x in runtimes)} | stored as |",
         f"| --- |{' --- |' * len(runtimes)} --- |",

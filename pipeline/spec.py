@@ -43,7 +43,7 @@ class FixedFormat:
     group_size: int | None
 
 
-FIXED_FORMATS: Mapping[str, FixedFormat] = {
+FIXED_FORMATS: Mapping[NumberFormat, FixedFormat] = {
     "fp8": FixedFormat(8, None),
     "mxfp4": FixedFormat(4, 32),
     "nvfp4": FixedFormat(4, 16),

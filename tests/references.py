@@ -306,7 +306,9 @@ def _add_tokenizer(writer: Any, vocab_size: int) -> None:
     writer.add_chat_template(tiny_tokenizer().chat_template)
 
 
-def slow_gptq(weight: Any, hessian: Any, scale: Any, zero: Any, bits: int, order: Sequence[int]) -> Any:
+def slow_gptq(
+    weight: Any, hessian: Any, scale: Any, zero: Any, bits: int, order: Sequence[int], table: Sequence[float] = ()
+) -> Any:
     """GPTQ as its paper tells it, in float64: column by column, the inverse of what is left computed anew each time.
 
     Args:
@@ -316,22 +318,24 @@ def slow_gptq(weight: Any, hessian: Any, scale: Any, zero: Any, bits: int, order
         zero: z (out, groups).
         bits: Width of a code.
         order: Columns as they are taken.
+        table: Values by code, where codes are no integers in a row.
 
     Returns:
-        Q (out, in), int8.
+        Q (out, in), float64.
     """
     import torch
 
     lowest, highest = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
     w, h = weight.double().clone(), hessian.double()
-    codes = torch.zeros(w.shape, dtype=torch.int8)
+    codes = torch.zeros_like(w)
     width = w.shape[1] // scale.shape[1]
     for position, column in enumerate(order):
         left = list(order[position:])
         inverse = torch.linalg.inv(h[left][:, left])
         for row in range(len(w)):
             s, z = float(scale[row, column // width]), int(zero[row, column // width])
-            code = min(max(round(float(w[row, column]) / s) + z, lowest), highest)
+            quotient = float(w[row, column]) / s
+            code = slow_nearest(quotient, table) if table else min(max(round(quotient) + z, lowest), highest)
             codes[row, column] = code
             error = (w[row, column] - (code - z) * s) / inverse[0, 0]
             w[row, left] -= error * inverse[0]
@@ -423,7 +427,7 @@ def quantized(source: Path, out: Path, choices: Any, *, head: bool = True) -> Pa
             if linear.quantization is not None:
                 weight = load_linear(weights, old)
                 scale, zero = find_scales(weight, linear.quantization)
-                codes = quantize(weight, scale, zero, linear.quantization.bits)
+                codes = quantize(weight, scale, zero, linear.quantization.bits, linear.quantization.format)
                 changed.update(packed_tensors(linear, codes, scale, zero, torch.tensor(INPUT_SCALE)))
         save_checkpoint(out, new, source, changed.items())
     with_spec(out, new)

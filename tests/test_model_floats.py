@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from references import VOCAB_SIZE, tiny_folder
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from strop.artifact import Artifact, Manifest, write_manifest
 from strop.conformance import check_checkpoint
 from strop.errors import ConformanceError, UserError
+from strop.export.eager import Eager
 from strop.layers import FixedLinear, fold, round_inputs
 from strop.methods.gptq import Gptq
 from strop.methods.rtn import Rtn
@@ -143,8 +145,6 @@ def test_transformers_rounds_inputs_as_we_do(fields: dict[str, Any], tmp_path: P
 
 
 def test_static_scales_cover_the_inputs_of_the_calibration_text(tmp_path: Path) -> None:
-    import numpy as np
-
     source = tiny_folder(tmp_path / "source", **WIDTHS)
     np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(0, VOCAB_SIZE, (4, 24)))
     for name in ("out", "scratch"):
@@ -202,6 +202,8 @@ def test_a_format_for_each_pattern(tmp_path: Path) -> None:
 
 def test_bitsandbytes_holds_one_format(tmp_path: Path) -> None:
     source = tiny_folder(tmp_path / "source", **WIDTHS)
+    spec = Rtn(format="llm_int8").plan(read_spec(source), 0).spec
+    assert "bitsandbytes rounds inputs too when it runs llm_int8" in " ".join(Eager().plan(spec, 0).notes)
     rounded(source, tmp_path / "once", {"format": "nf4", "targets": ["*.mlp.*"]})
     for fields in ({"bits": 8}, {"format": "llm_int8"}, {"format": "fp8"}):
         with pytest.raises(UserError, match=r"format (nf4|llm_int8): a checkpoint of bitsandbytes holds one format"):
@@ -284,6 +286,59 @@ def test_foreign_formats_are_refused_in_one_line(change: dict[str, Any], message
     (tmp_path / "out" / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=message):
         read_spec(tmp_path / "out")
+
+
+OVERRIDES: list[dict[str, Any]] = [
+    {"targets": ["*.1.*.v_proj"], "format": "fp8", "activations": "dynamic"},
+    {"targets": ["*.v_proj"], "bits": 8},
+    {"targets": ["*.mlp.*"], "format": "nvfp4"},
+]
+
+
+@pytest.mark.parametrize("method", [Rtn, Gptq])
+def test_overrides_by_pattern_are_stages_of_their_own(method: Any, tmp_path: Path) -> None:
+    source = tiny_folder(tmp_path / "source", **WIDTHS)
+    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(0, VOCAB_SIZE, (4, 24)))
+    for name in ("out", "scratch"):
+        (tmp_path / name).mkdir()
+    context = Context(tmp_path / "scratch", threads=1, calibration=tmp_path / "ids.npy")
+    stage = method.model_validate({"bits": 3, "group_size": 32, "overrides": OVERRIDES})
+    spec = stage.run(Artifact(source, "checkpoint", KEY), tmp_path / "out", context)["spec"]
+    assert spec == stage.plan(read_spec(source), 96).spec == read_spec(tmp_path / "out")
+    fp8 = Quantization(8, None, True, "dynamic", "fp8")
+    for index, layer in enumerate(spec.layers):
+        found = {role: x.quantization for role, x in layer.linears.items()}
+        assert found["v"] == (fp8 if index == 1 else Quantization(8, 32, True))
+        assert {found[x] for x in ("gate", "up", "down")} == {Quantization(4, 16, True, format="nvfp4")}
+        assert {found[x] for x in ("q", "k", "o")} == {Quantization(3, 32, True)}
+    if method is Rtn:
+        for role, fields in {"q": {"bits": 3, "group_size": 32}, "v": {**OVERRIDES[0], "targets": None}}.items():
+            folder, linear = tmp_path / role, spec.layers[1].linears[role]
+            rounded(source, folder, fields)
+            with Weights(folder) as one, Weights(tmp_path / "out") as other:
+                assert torch.equal(load_linear(one, linear), load_linear(other, linear))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"targets": ["*.x_proj"]}, r"overrides\[0\]: pattern '\*\.x_proj' matches none of the stage's targets"),
+        ({"targets": ["*.q_proj"], "format": "mxfp4", "bits": 3}, r"overrides\[0\]: bits 3: format mxfp4 has 4"),
+        ({"targets": ["*.q_proj"], "activations": "static", "format": "fp8"}, "activations static needs text"),
+        ({"targets": ["*.q_proj"], "group_size": 36}, "group_size 36 does not divide the 48 inputs"),
+    ],
+)
+def test_bad_overrides_are_refused_in_one_line(overrides: Any, message: str, tmp_path: Path) -> None:
+    spec = read_spec(tiny_folder(tmp_path / "source"))  # 48 wide
+    with pytest.raises(UserError, match=message) as caught:
+        Rtn.model_validate({"group_size": 16, "overrides": [overrides]}).plan(spec, 0)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_an_override_leaves_out_is_left_out_of_its_key() -> None:
+    one, other = ({"targets": ["*.q_proj"], "bits": 8, **x} for x in ({}, {"group_size": 64}))
+    dumped = [Rtn.model_validate({"group_size": 32, "overrides": [x]}).model_dump(mode="json") for x in (one, other)]
+    assert [x["overrides"] for x in dumped] == [[one], [other]]
 
 
 @pytest.mark.parametrize("stage", [Rtn, Gptq])

@@ -35,7 +35,12 @@ def small(found: recipe.Recipe, model: Path) -> list[str]:
     evals = [x for x in found.text["evals"] if x["use"] not in left_out]
     gates = [x for x in found.text["gates"] if x["metric"].split(".")[0] not in left_out]
     present = {x["use"] for x in evals} | ({"calibration"} if found.calibration else set())
-    grouped = {x.place: x for y in found.chains for x in y.stages if getattr(x.stage, "group_size", None) is not None}
+    grouped = {
+        x.place: x
+        for y in found.chains
+        for x in y.stages
+        if getattr(x.stage, "group_size", None) is not None and getattr(x.stage, "format", "int") == "int"
+    }
     groups = [place if place.startswith("variants") else x.name for place, x in grouped.items()]
     return [
         f"model.source={model}", "threads=1", f"evals={json.dumps(evals)}", f"gates={json.dumps(gates)}",

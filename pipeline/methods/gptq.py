@@ -20,7 +20,7 @@ from pydantic import Field
 
 from strop.artifact import Artifact, write_atomically
 from strop.errors import UserError
-from strop.methods._formats import quantization
+from strop.methods._formats import Override, quantizations
 from strop.spec import Activations, Linear, ModelSpec, NumberFormat, Quantization
 from strop.stage import GFLOPS_PER_THREAD, Context, Plan, Stage
 
@@ -51,6 +51,8 @@ class Gptq(Stage):
             that. `dynamic`: each token by a scale of its own; `static`: all by one scale, from the largest input of the
             calibration text.
         per_tensor: Of `fp8`, one scale for the whole matrix.
+        overrides: What is otherwise for some of the targets, such as `{targets: ["*.down_proj"], bits: 8}`: the fields
+            above. The first that fits holds; one that names a format begins from what that has, others from these.
         targets: Patterns over full linear names, for example `*.mlp.*`; null: every linear inside the layers.
         act_order: Begin with the columns whose inputs have the most energy.
         damping: Added to the Hessian's diagonal, as a part of the diagonal's mean. Where the Hessian cannot be
@@ -66,6 +68,7 @@ class Gptq(Stage):
     symmetric: bool = True
     activations: Activations | None = None
     per_tensor: bool = False
+    overrides: list[Override] = Field(default_factory=list)
     targets: list[str] | None = Field(default=None, min_length=1)
     act_order: bool = True
     damping: float = Field(default=0.01, gt=0, le=MOST_DAMPING)
@@ -93,8 +96,8 @@ class Gptq(Stage):
         """See `Stage.run`. Finished linears are kept in the scratch folder; a killed run goes on after them."""
         from strop.model import read_spec
 
-        linears, form = read_spec(source.path).match(self.targets), quantization(self)
-        return self.quantize(source, out, context, {x.name: form for x in linears})
+        linears = read_spec(source.path).match(self.targets)
+        return self.quantize(source, out, context, quantizations(self, linears))
 
     def quantize(
         self, source: Artifact, out: Path, context: Context, forms: Mapping[str, Quantization]
@@ -105,7 +108,7 @@ class Gptq(Stage):
             source: As in `Stage.run`, `out` and `context` too.
             out: Where to write.
             context: Seed, threads, calibration, scratch space.
-            forms: Linear name -> its quantization; linears that read the same input have the same.
+            forms: Linear name -> its quantization.
         """
         import numpy as np
         import torch
@@ -123,7 +126,8 @@ class Gptq(Stage):
         def visit(group: Group) -> bool:
             chosen = [x for x in group.linears if x.name in waiting]
             if chosen:
-                self._quantize(group, chosen, forms[chosen[0].name], context.scratch)
+                for form in dict.fromkeys(forms[x.name] for x in chosen):
+                    self._quantize(group, [x for x in chosen if forms[x.name] == form], form, context.scratch)
                 waiting.difference_update(x.name for x in chosen)
                 context.progress("gptq", len(linears) - len(waiting), len(linears))
             return bool(waiting)
@@ -135,11 +139,11 @@ class Gptq(Stage):
 
     def _quantized(self, spec: ModelSpec) -> tuple[ModelSpec, list[Linear]]:
         """The table of the output, and the linears of the input that change."""
-        linears, form = spec.match(self.targets), quantization(self)
-        return spec.quantize({x.name: form for x in linears}), linears
+        linears = spec.match(self.targets)
+        return spec.quantize(quantizations(self, linears)), linears
 
     def _quantize(self, group: Group, linears: Sequence[Linear], form: Quantization, scratch: Path) -> None:
-        """Quantize linears that share their inputs, unless an earlier try did, and put the result in their place."""
+        """Quantize linears of one input and format, unless an earlier try did, and put the result in their place."""
         import torch
 
         from strop.calibration.capture import drift, hessian

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from strop.artifact import Artifact
-from strop.methods._formats import quantization
+from strop.errors import UserError
+from strop.methods._formats import Override, quantizations
 from strop.spec import Linear, ModelSpec, NumberFormat
 from strop.stage import GFLOPS_PER_THREAD, Context, Plan, Stage
 
@@ -41,6 +42,8 @@ class Rtn(Stage):
         activations: `dynamic`: inputs are rounded too, each token by a scale of its own (W8A8): to int8, which takes
             bits: 8 and group_size: null, or with `fp8` to that. A static scale needs text: see `gptq`, `smoothquant`.
         per_tensor: Of `fp8`, one scale for the whole matrix.
+        overrides: What is otherwise for some of the targets, such as `{targets: ["*.down_proj"], bits: 8}`: the fields
+            above. The first that fits holds; one that names a format begins from what that has, others from these.
         targets: Patterns over full linear names, for example `*.mlp.*`; null: every linear inside the layers.
     """
 
@@ -50,6 +53,7 @@ class Rtn(Stage):
     symmetric: bool = True
     activations: Literal["dynamic"] | None = None
     per_tensor: bool = False
+    overrides: list[Override] = Field(default_factory=list)
     targets: list[str] | None = Field(default=None, min_length=1)
 
     def plan(self, spec: ModelSpec, num_calibration_tokens: int) -> Plan:  # noqa: ARG002 # needs none
@@ -69,13 +73,14 @@ class Rtn(Stage):
         from strop.numerics import find_scales, global_scale, quantize
 
         torch.set_num_threads(context.threads)
-        spec, form = read_spec(source.path), quantization(self)
+        spec = read_spec(source.path)
         result, linears = self._quantized(spec)
-        stored = {x.name: x for x in result.linears()}
+        stored, forms = {x.name: x for x in result.linears()}, quantizations(self, linears)
 
         def changed(weights: Weights) -> Iterator[tuple[str, Tensor | None]]:
-            shared = _largest(weights, spec, linears) if form.format == "nvfp4" else {}
+            shared = _largest(weights, spec, [x for x in linears if forms[x.name].format == "nvfp4"])
             for done, linear in enumerate(linears, 1):
+                form = forms[linear.name]
                 weight, largest = load_linear(weights, linear), shared.get(linear.name)
                 scale, zero = find_scales(weight, form, largest)
                 codes = quantize(weight, scale, zero, form.bits, form.format)
@@ -89,8 +94,13 @@ class Rtn(Stage):
 
     def _quantized(self, spec: ModelSpec) -> tuple[ModelSpec, list[Linear]]:
         """The table of the output, and the linears of the input that change."""
-        linears, form = spec.match(self.targets), quantization(self)
-        return spec.quantize({x.name: form for x in linears}), linears
+        linears = spec.match(self.targets)
+        choices = quantizations(self, linears)
+        if any(x.activations == "static" for x in choices.values()):
+            raise UserError(
+                "overrides: activations static needs text, which rtn has none of; allowed: dynamic, or gptq"
+            )
+        return spec.quantize(choices), linears
 
 
 def _largest(weights: Weights, spec: ModelSpec, linears: Sequence[Linear]) -> dict[str, Tensor]:

@@ -68,14 +68,16 @@ def test_every_family_computes_the_same(family: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(found, expected, atol=5e-3 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_codes_compute_what_they_do_in_eager_but_for_rounded_inputs(bits: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "q", [Quantization(4, 32, True), Quantization(8, 32, True), Quantization(4, 32, True, format="mxfp4")], ids=str
+)
+def test_codes_compute_what_they_do_in_eager_but_for_rounded_inputs(q: Quantization, tmp_path: Path) -> None:
     from strop.export.eager import DecoderProgram, Traits
     from strop.layers import fold
     from strop.model import load_decoder
 
     folder = tiny_folder(tmp_path / "source", hidden_size=96, intermediate_size=64)
-    source = quantized(folder, tmp_path / "packed", Quantization(bits, 32, True))
+    source = quantized(folder, tmp_path / "packed", q)
     model = opened(source, tmp_path / "out", Gguf())
     decoder = load_decoder(source)
     fold(decoder)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
-from references import VOCAB_SIZE, slow_gptq, tiny_folder, tiny_model
+from references import VOCAB_SIZE, slow_e2m1, slow_e4m3, slow_gptq, tiny_folder, tiny_model
 from torch import Tensor
 
 from strop import numerics
@@ -23,10 +23,12 @@ from strop.calibration.capture import drift
 from strop.errors import UserError
 from strop.methods.gptq import Gptq, choose_codes, correct_drift, inverse_factor, relative_error
 from strop.model import Weights, load_linear, load_packed, read_spec
-from strop.spec import Quantization
+from strop.spec import FIXED_FORMATS, NumberFormat, Quantization
 from strop.stage import Context
 
 KEY = "0" * 64
+FORM = Quantization(4, 16, True)
+FIXED = [Quantization(x.bits, x.group_size, True, format=name) for name, x in FIXED_FORMATS.items()]
 
 
 def correlated(tokens: int, width: int, seed: int) -> Tensor:
@@ -49,10 +51,12 @@ def problem(out: int, width: int, q: Quantization, seed: int = 0) -> tuple[Tenso
     return weight, correlated(300, width, seed), *numerics.find_scales(weight, q)
 
 
-def gptq(weight: Tensor, h: Tensor, scale: Tensor, zero: Tensor, bits: int, order: Tensor) -> Tensor:
+def gptq(
+    weight: Tensor, h: Tensor, scale: Tensor, zero: Tensor, bits: int, order: Tensor, format: NumberFormat = "int"
+) -> Tensor:
     factor = inverse_factor(h[order][:, order], 1e-9)
     assert factor is not None
-    return choose_codes(weight, factor, scale, zero, bits, order)
+    return choose_codes(weight, factor, scale, zero, bits, order, format)
 
 
 @pytest.mark.parametrize("is_ordered", [True, False])
@@ -70,6 +74,30 @@ def test_codes_equal_the_textbooks(
     slow = slow_gptq(weight, h + 1e-9 * h.diagonal().mean() * torch.eye(width), scale, zero, bits, order.tolist())
     # float32 against float64: a value half way between two codes may go either way, and a row differs from there on.
     assert (fast != slow).any(1).sum() <= 1
+
+
+@pytest.mark.parametrize("q", FIXED, ids=str)
+def test_codes_of_other_formats_equal_the_textbooks(q: Quantization) -> None:
+    weight, x, scale, zero = problem(7, 64, q)
+    h, order = damped(x), torch.arange(64)
+    fast = gptq(weight, h, scale, zero, q.bits, order, q.format)
+    table = {"fp8": slow_e4m3(), "nf4": list(numerics.NF4), "llm_int8": [float(x) for x in range(-127, 128)]}
+    values = table.get(q.format, [2 * x for x in slow_e2m1()])
+    ridge = h + 1e-9 * h.diagonal().mean() * torch.eye(64)
+    slow = slow_gptq(weight, ridge, scale, zero, q.bits, order.tolist(), values)
+    assert ((fast.double() - slow).abs() > 1e-6).any(1).sum() <= 1
+
+
+@pytest.mark.parametrize("q", FIXED, ids=str)
+def test_gptq_beats_rounding_in_every_format(q: Quantization) -> None:
+    for seed in range(3):
+        weight, x, scale, zero = problem(24, 64, q, seed)
+        h = damped(x)
+        rounded = numerics.dequantize(numerics.quantize(weight, scale, zero, q.bits, q.format), scale, zero)
+        codes = gptq(weight, h, scale, zero, q.bits, h.diagonal().argsort(descending=True), q.format)
+        found = numerics.dequantize(codes, scale, zero)
+        lost, before = (((weight - y) @ x.T).square().sum() for y in (found, rounded))
+        assert lost < 0.9 * before
 
 
 @pytest.mark.parametrize("width", [1, 5, 33, 64])
@@ -111,7 +139,7 @@ def test_a_weight_on_the_grid_comes_back_exactly() -> None:
     scale = numerics.round_scales(torch.randn(9, 3, generator=generator))
     zero = torch.zeros(9, 3, dtype=torch.int8)
     weight = numerics.dequantize(codes, scale, zero)
-    solution = Gptq(group_size=16)._solve(weight, damped(correlated(100, 48, 0)), None, Quantization(4, 16, True), "here")
+    solution = Gptq(group_size=16)._solve(weight, damped(correlated(100, 48, 0)), None, FORM, "here")
     assert torch.equal(numerics.dequantize(solution.codes, solution.scale, solution.zero), weight)
 
 
@@ -146,7 +174,7 @@ def test_inputs_that_are_always_zero_keep_their_nearest_codes() -> None:
     dead = torch.tensor([3, 17, 40])
     x[:, dead] = 0
     weight = torch.randn(9, 48, generator=torch.Generator().manual_seed(2))
-    solution = Gptq(group_size=16)._solve(weight, 2 * x.T @ x / len(x), None, Quantization(4, 16, True), "here")
+    solution = Gptq(group_size=16)._solve(weight, 2 * x.T @ x / len(x), None, FORM, "here")
     nearest = numerics.quantize(weight, solution.scale, solution.zero, 4)
     assert torch.equal(solution.codes[:, dead], nearest[:, dead])
     assert not torch.equal(solution.codes, nearest)
