@@ -23,8 +23,10 @@ from strop.program import Program, Traits
 from strop.spec import DType, ModelSpec
 from strop.stage import Context, Plan, Stage, Support
 
-SECONDS, BYTES_PER_SECOND = 20.0, 2e7
-"""To build an engine: what every one takes, and its weights by time; for estimates."""
+SECONDS_PER_LAYER = 1.5
+"""To build an engine on one core, for estimates."""
+ENGINE_BYTES, ENGINE_BYTES_PER_LAYER = 6_500_000, 700_000
+"""Of an engine beside its weights, as tensorrt_rtx 1.7 writes its kernels; for estimates."""
 BUILDER_BYTES = 1_500_000_000
 """Of the builder's process beside copies of the weights, for estimates."""
 
@@ -75,10 +77,11 @@ class EngineStage(Stage):
         self._check(spec)
         dtype = self._dtype(spec)
         size = layout.size_bytes(spec, dtype, self._context(spec))
+        size += ENGINE_BYTES + ENGINE_BYTES_PER_LAYER * len(spec.layers)
         notes = layout.notes(spec, self.runtime, dtype)
         lack = engine_facts.lacks(self._facts(spec, "", "", ""))
         notes += () if lack is None else (f"{self.runtime} builds here but cannot run: {lack}; rows are NOT MEASURED",)
-        return Plan(spec, size, BUILDER_BYTES + 4 * size, SECONDS + size / BYTES_PER_SECOND, notes)
+        return Plan(spec, size, BUILDER_BYTES + 2 * size, SECONDS_PER_LAYER * len(spec.layers), notes)
 
     def support(self, spec: ModelSpec) -> Support:
         """See `Stage.support`: whatever GPU is here."""

@@ -36,6 +36,7 @@ BLOCKED = np.float32(-1e9)
 """Added to scores that do not count: their exponential is 0, and unlike -inf it makes no NaN."""
 DTYPES: Mapping[str, type[np.generic]] = {
     "tensor(float)": np.float32,
+    "tensor(float16)": np.float16,
     "tensor(int32)": np.int32,
     "tensor(int64)": np.int64,
     "tensor(bool)": np.bool_,

@@ -18,6 +18,7 @@ from references import assert_close, quantized, random_ids, tiny_folder
 
 from strop.artifact import Artifact, Manifest, hash_file, write_manifest
 from strop.errors import MissingExtra, UserError
+from strop.export import _tensorrt
 from strop.export._tensorrt import facts as engine_facts
 from strop.export.eager import Eager
 from strop.export.tensor_rt import TensorRt
@@ -237,7 +238,9 @@ def test_plan_knows_the_bytes(tmp_path: Path, build: Build) -> None:
     for folder in (source, small):
         made = build(folder, TensorrtRtx(dtype="float16"))
         plan = TensorrtRtx(dtype="float16").plan(read_spec(folder), 0)
-        assert plan.size_bytes == pytest.approx((made.path / engine_facts.ENGINE).stat().st_size, rel=0.1)
+        # The stand-in writes no kernels.
+        weights = plan.size_bytes - _tensorrt.ENGINE_BYTES - 3 * _tensorrt.ENGINE_BYTES_PER_LAYER
+        assert weights == pytest.approx((made.path / engine_facts.ENGINE).stat().st_size, rel=0.1)
 
 
 INT4, FP8 = Quantization(4, 16, True), Quantization(8, None, True, None, "fp8")
