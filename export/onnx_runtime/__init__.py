@@ -1,7 +1,8 @@
 """ONNX Runtime on the CPU: our own graph of its fused operators, packed codes taken over as they are.
 
-Operators: MatMulNBits, MatMulIntegerToFloat, GroupQueryAttention, skip-norms (ONNX Runtime contrib operators, domain
-com.microsoft). One graph serves prefill and decoding; keys and values are updated in place. Activations are float32.
+Operators: MatMulNBits, MatMulIntegerToFloat, MatMulBnb4, GroupQueryAttention, skip-norms (ONNX Runtime contrib
+operators, domain com.microsoft). One graph serves prefill and decoding; keys and values are updated in place.
+Activations are float32.
 `operators: standard` writes a graph without them, which any ONNX runtime of opset 24 takes, and TensorRT's parser.
 """
 
@@ -104,6 +105,7 @@ class OnnxRuntime(Stage):
             f"{LEVEL}{self.accuracy_level}": any(map(layout.is_packed, quantized)),
             INTEGER: any(map(layout.rounds_inputs, quantized)),
             FLOAT8: any(map(layout.is_float8, quantized)),
+            QUANTILES: any(map(layout.is_nf4, quantized)),
         }
         linears = ", ".join(name for name, is_there in kernels.items() if is_there) or FLOAT
         return linears if spec.kv_cache is None else f"{linears}{CACHE}{spec.kv_cache.format}"
@@ -135,7 +137,7 @@ class OnnxRuntime(Stage):
 
 STANDARD = "standard operators"
 LEVEL, INTEGER, FLOAT = "MatMulNBits accuracy_level ", "MatMulIntegerToFloat", "MatMul float32"
-FLOAT8 = "DequantizeLinear float8"
+FLOAT8, QUANTILES = "DequantizeLinear float8", "MatMulBnb4"
 CACHE = ", GroupQueryAttention over a cache in "
 """Kernels, as the traits name them."""
 WRITTEN_PER_SECOND = 2e8

@@ -31,6 +31,8 @@ OPSETS = {"": 21, CONTRIB: 1}
 IR_VERSION = 10
 FLOAT, INT32, INT64, INT8, UINT8 = (getattr(ir.DataType, x) for x in ("FLOAT", "INT32", "INT64", "INT8", "UINT8"))
 FLOAT8 = ir.DataType.FLOAT8E4M3FN
+NF4 = 1
+"""Of MatMulBnb4's types."""
 INTEGER, ATTENTION = "MatMulIntegerToFloat", "GroupQueryAttention"
 K_QUANT_TYPE, V_QUANT_TYPE, BIT_WIDTH = "k_quant_type", "v_quant_type", "kv_cache_bit_width"
 K_SCALE, V_SCALE = 12, 13
@@ -328,8 +330,9 @@ class _Lowering(GraphBuilder):
             matrix = self._dense(linears) if first.quantization is None else self._dequantized(linears)
             y = self.node("FusedMatMul", [x, matrix], {"transB": 1})
             return y if bias is None else self.node("Add", [y, bias], domain="")
-        if layout.rounds_inputs(first):
-            y = self._multiply_integers(linears, x)
+        if layout.rounds_inputs(first) or layout.is_nf4(first):
+            multiply = self._multiply_quantiles if layout.is_nf4(first) else self._multiply_integers
+            y = multiply(linears, x)
             return y if bias is None else self.node("Add", [y, bias], domain="")
         codes, scales, *zeros = self._packed(linears)
         packing = layout.packing(first)
@@ -387,6 +390,22 @@ class _Lowering(GraphBuilder):
             return self._table()
         shape = (sum(x.out_features for x in linears), linears[0].in_features)
         return self._joined(linears, "weight", FLOAT, shape, (load_linear(self.weights, x).numpy() for x in linears))
+
+    def _multiply_quantiles(self, linears: Sequence[Linear], x: ir.Value) -> ir.Value:
+        """Outputs of linears in nf4, biases apart: bitsandbytes' bytes as they are, rows after rows."""
+        first, rows = linears[0], sum(y.out_features for y in linears)
+        assert first.quantization is not None
+        block = first.quantization.group_size
+        assert block is not None
+        size, names = rows * first.in_features, [y.name for y in linears]
+        codes = (self.weights.load(f"{y}.weight").numpy() for y in names)
+        scales = (self.weights.load(f"{y}.weight.absmax").numpy() for y in names)
+        stored = [
+            self._joined(linears, "codes", UINT8, (size // 2,), codes),
+            self._joined(linears, "scales", FLOAT, (size // block,), scales),
+        ]
+        attributes = {"K": first.in_features, "N": rows, "block_size": block, "quant_type": NF4}
+        return self.node("MatMulBnb4", [x, *stored], attributes)
 
     def _dequantized(self, linears: Sequence[Linear]) -> ir.Value:
         """W (out, in) of linears in fp8, rows below rows, made anew at every step: onnxruntime does not fold it."""

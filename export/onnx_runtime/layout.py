@@ -63,9 +63,15 @@ def is_float8(linear: Linear) -> bool:
     return linear.quantization is not None and linear.quantization.format == "fp8"
 
 
+def is_nf4(linear: Linear) -> bool:
+    """Whether MatMulBnb4 computes a linear, from what bitsandbytes stores."""
+    return linear.quantization is not None and linear.quantization.format == "nf4"
+
+
 def is_packed(linear: Linear) -> bool:
     """Whether MatMulNBits computes a linear."""
-    return linear.quantization is not None and not rounds_inputs(linear) and not is_float8(linear)
+    others = (rounds_inputs, is_float8, is_nf4)
+    return linear.quantization is not None and not any(x(linear) for x in others)
 
 
 def packing(linear: Linear) -> Packing:
@@ -154,11 +160,6 @@ def check(spec: ModelSpec) -> None:
             raise UserError(
                 f"onnx_runtime: {linear.name} rounds its inputs to fp8, which no CPU kernel multiplies; allowed: "
                 "activations null, format int, or eager; vLLM opens the checkpoint itself"
-            )
-        if linear.quantization is not None and linear.quantization.format == "nf4":
-            raise UserError(
-                f"onnx_runtime: {linear.name} is nf4, whose levels are no integers; allowed: another format, or eager; "
-                f"{linear.quantization.opened_by} opens the checkpoint itself"
             )
         if is_packed(linear):
             packing(linear)
@@ -252,6 +253,8 @@ def _linear_bytes(linear: Linear) -> int:
 
 def weight_bytes(linear: Linear) -> int:
     """Of a quantized linear: codes, float32 scales and zero points."""
+    if is_nf4(linear):
+        return linear.out_features * (linear.in_features // 2 + 4 * linear.num_groups())
     if not is_packed(linear):
         return linear.out_features * (linear.in_features + 4)
     return packing(linear).size_bytes(linear.out_features)
