@@ -39,7 +39,6 @@ class Group:
         inputs: Gives the input in chunks, each (tokens, in) float32; as often as it is called, never all at once.
         pairs: Gives (X₀, X) in chunks: the input in the unchanged model and the input, for the samples that are
             followed there.
-        hidden: Gives, in chunks, the hidden states that the outputs are added to, each (tokens, H) float32.
     """
 
     layer: int
@@ -47,7 +46,6 @@ class Group:
     weights: dict[str, Tensor]
     inputs: Callable[[], Iterator[Tensor]]
     pairs: Callable[[], Iterator[tuple[Tensor, Tensor]]]
-    hidden: Callable[[], Iterator[Tensor]]
 
 
 Visit = Callable[[Group], bool]
@@ -165,10 +163,7 @@ def group_of(
         both = zip(reads(unchanged), reads(changed), strict=False)
         return ((before.flatten(0, -2), x[: len(before)].flatten(0, -2)) for before, x in both)
 
-    def hidden() -> Iterator[Tensor]:
-        return (x.flatten(0, -2) for x in changed.chunks)
-
-    return Group(index, linears, {x.name: changed.weight(x.name) for x in linears}, inputs, pairs, hidden)
+    return Group(index, linears, {x.name: changed.weight(x.name) for x in linears}, inputs, pairs)
 
 
 class Stream:
@@ -226,7 +221,7 @@ class Stream:
             self._take(self.layer.attention(x, rotary, attend))
 
     def keys_values(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Queries, keys and values of the block, each (B, heads, T, D), as attention gets them: after norms and rope."""
+        """Queries, keys and values of the block, each (B, heads, T, D), after norms and rope."""
         taken: list[Tensor] = []
 
         def take(q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:

@@ -167,9 +167,10 @@ class AutoRound(Stage):
         Raises:
             UserError: The inputs are not finite.
         """
+        from strop.calibration.capture import drift, hessian
         from strop.numerics import search_scales
 
-        h, c = moments(group)
+        h, c = hessian(group.inputs()), drift(group.pairs())
         if not bool(h.isfinite().all()):
             place = ", ".join(x.name for x in linears)
             raise UserError(f"autoround: {place}: the inputs are not finite on the calibration text")
@@ -309,21 +310,6 @@ class Rounding:
 
         u = torch.addcdiv(self._zero[rows], self._weight[rows], scale[rows])
         return u.add_(self.offset[rows]).round_().clamp_(self._lowest, self._highest)
-
-
-def moments(group: Group) -> tuple[Tensor, Tensor]:
-    """H and C (in, in) of what a group reads, as `capture.hessian` and `capture.drift`.
-
-    A token counts by how small the hidden states are that the outputs are added to, because the norms that read the sum
-    take the size away: without that the first token, whose states are many times larger than others', is all that
-    counts.
-    """
-    from strop.calibration.blocks import mean_square
-    from strop.calibration.capture import drift, hessian
-
-    weights = [mean_square(x).rsqrt_() for x in group.hidden()]
-    h = hessian(x * w for x, w in zip(group.inputs(), weights, strict=True))
-    return h, drift((a * w, b * w) for (a, b), w in zip(group.pairs(), weights, strict=True))
 
 
 def without_drift(weight: Tensor, hessian: Tensor, drift: Tensor) -> Tensor:

@@ -164,7 +164,6 @@ def check_prepared(folder: Path, spec: Any, decoder: Any, monkeypatch: pytest.Mo
             assert distance(one, before[linear.name]) < 0.02
             assert distance(two, after[linear.name]) < 0.02
             assert torch.equal(two, torch.cat(list(group.inputs())))
-            assert sum(len(x) for x in group.hidden()) == len(one)
             for weight in (group.weights[linear.name], decoder.linear(linear.name).weight.detach()):
                 weight.copy_((weight * 8).round() / 8)
             seen.append(linear.name)
