@@ -101,7 +101,7 @@ def weight_bytes(linear: Linear, traits: Traits) -> int:
         return linear.size_bytes(traits.dtype) + 3 * linear.in_features * linear.out_features
     if linear.quantization is None or traits.runtime in DEQUANTIZED:
         return item * linear.in_features * linear.out_features + bias
-    if traits.runtime in ENGINES or (traits.runtime == "onnx_runtime" and traits.kernels == STANDARD):
+    if traits.runtime in ENGINES or traits.kernels.startswith(STANDARD):
         return standard.linear_bytes(linear, item)
     if traits.runtime == "onnx_runtime":
         return onnx.weight_bytes(linear) + bias

@@ -60,7 +60,7 @@ class Memory(Metric):
                 _detail(ours, name),
             )
             for name, unit in self.names().items()
-            if _tells(ours, name)
+            if _tells(ours, name) and (traits["device"] == "cpu" or name == CACHE)  # a GPU's memory is not seen here
         }
 
 

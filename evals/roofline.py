@@ -79,11 +79,17 @@ class Roofline(Metric):
         references: Mapping[str, Artifact],  # noqa: ARG002 (the contract of a metric)
         context: MeasureContext,
     ) -> dict[str, Measurement]:
-        """See `Metric.measure`. Empty where no table says what the program holds (families only transformers knows)."""
+        """See `Metric.measure`.
+
+        Empty where no table says what the program holds (families only transformers knows), and on a GPU, whose peaks
+        are not those that are probed here.
+        """
         manifest = read_manifest(program.path)
         if manifest.spec is None or manifest.traits is None or manifest.spec["opaque_bytes"] is not None:
             return {}
         spec, traits = ModelSpec.from_json(manifest.spec), Traits(**manifest.traits)
+        if traits.device != "cpu":
+            return {}
         if max(self.context + 1, self.prompt_tokens) > traits.context:
             raise UserError(
                 f"roofline: context {self.context} and prompt_tokens {self.prompt_tokens} do not fit the context of "

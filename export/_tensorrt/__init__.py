@@ -163,6 +163,12 @@ class EngineStage(Stage):
             UserError: One line: where, what was found, what is allowed.
         """
         layout.check(spec, self.runtime)
+        rounded = [x for x in spec.linears() if x.quantization is not None and x.quantization.activations is not None]
+        if rounded and self._dtype(spec) == "float32":
+            raise UserError(
+                f"{self.runtime}: {rounded[0].name} rounds its inputs, which engines do beside 16-bit values; allowed: "
+                "dtype float16, bfloat16"
+            )
         for capability in self.targets():
             number = float(capability)
             if self._dtype(spec) == "bfloat16" and number < FIRST["bfloat16"]:

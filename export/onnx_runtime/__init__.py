@@ -98,9 +98,9 @@ class OnnxRuntime(Stage):
 
     def _kernels(self, spec: ModelSpec) -> str:
         """What the traits say computes quantized linears."""
-        if self.operators == "standard":
-            return STANDARD
         quantized = [x for x in spec.linears() if x.quantization is not None]
+        if self.operators == "standard":
+            return STANDARD + (ROUNDED if any(map(layout.rounds_inputs, quantized)) else "")
         kernels = {
             f"{LEVEL}{self.accuracy_level}": any(map(layout.is_packed, quantized)),
             INTEGER: any(map(layout.rounds_inputs, quantized)),
@@ -125,6 +125,7 @@ class OnnxRuntime(Stage):
             MissingExtra: No onnx-ir.
         """
         kernels = traits.kernels.replace(f"{LEVEL}4", f"{LEVEL}1").replace(INTEGER, FLOAT).partition(CACHE)[0]
+        kernels = kernels.replace(ROUNDED, "")
         if kernels == traits.kernels:
             return None
         try:
@@ -135,7 +136,7 @@ class OnnxRuntime(Stage):
         return dataclasses.replace(traits, kernels=kernels)
 
 
-STANDARD = "standard operators"
+STANDARD, ROUNDED = "standard operators", ", QuantizeLinear"
 LEVEL, INTEGER, FLOAT = "MatMulNBits accuracy_level ", "MatMulIntegerToFloat", "MatMul float32"
 FLOAT8, QUANTILES = "DequantizeLinear float8", "MatMulBnb4"
 CACHE = ", GroupQueryAttention over a cache in "

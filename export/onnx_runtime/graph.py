@@ -78,6 +78,8 @@ def copy_exact(source: Path, out: Path) -> None:
             _multiply_floats(model.graph, node)
         elif node.op_type == ATTENTION and K_QUANT_TYPE in node.attributes:
             _cache_floats(node)
+        elif node.op_type == "DequantizeLinear":
+            _leave_inputs(node)
     outputs = set(model.graph.outputs)
     for node in reversed(model.graph):
         if not any(x.uses() or x in outputs for x in node.outputs):
@@ -97,6 +99,15 @@ def _cache_floats(node: ir.Node) -> None:
         if value is not None and value.shape is not None and value.dtype != FLOAT:
             *rows, width = value.shape
             value.dtype, value.shape = FLOAT, ir.Shape((*rows, width * packed))
+
+
+def _leave_inputs(node: ir.Node) -> None:
+    """Let what reads a rounded input read it as it was; of a weight there is nothing to leave."""
+    codes, found = node.inputs[0], node.outputs[0]
+    rounding = None if codes is None else codes.producer()
+    if rounding is not None and rounding.op_type == "QuantizeLinear":
+        for reader, place in tuple(found.uses()):
+            reader.replace_input_with(place, rounding.inputs[0])
 
 
 def _multiply_floats(graph: ir.Graph, node: ir.Node) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import numpy as np
 import pytest
 from fakes.table_runtime import save_table
 
-from strop.evals.memory import PROCESSES, Memory, resident
+from strop.artifact import read_manifest, write_manifest
+from strop.evals.memory import CACHE, PROCESSES, Memory, resident
 from strop.metric import MeasureContext
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -31,3 +33,12 @@ def test_a_bigger_program_takes_as_much_more_as_it_is_bigger(tmp_path: Path) -> 
         assert len(measurement.detail["processes"]) == PROCESSES
     assert found["peak_bytes"].estimate.value >= found["steady_bytes"].estimate.value
     assert found["peak_bytes"].estimate.lower == found["peak_bytes"].estimate.upper
+
+
+def test_memory_of_a_gpu_is_not_the_processs(tmp_path: Path) -> None:
+    table = np.zeros((7, 7), np.float32)
+    program = save_table(tmp_path / "program", table, table, key="g" * 64)
+    manifest = read_manifest(program.path)
+    write_manifest(program.path, dataclasses.replace(manifest, traits={**(manifest.traits or {}), "device": "cuda"}))
+    found = Memory(prompt_tokens=3, new_tokens=2).measure(program, {}, MeasureContext(threads=1))
+    assert found.keys() == {CACHE}

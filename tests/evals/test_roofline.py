@@ -155,6 +155,12 @@ def test_a_context_that_the_program_has_no_room_for_is_refused(program: Artifact
         Roofline(**{**QUICK, "prompt_tokens": 500}).measure(program, {}, ONE_THREAD)
 
 
+def test_a_gpu_has_no_roofline_of_the_processors(program: Artifact, tmp_path: Path) -> None:
+    manifest = read_manifest(program.path)
+    write_manifest(tmp_path, replace(manifest, traits={**(manifest.traits or {}), "device": "cuda"}))
+    assert Roofline(**QUICK).measure(replace(program, path=tmp_path), {}, ONE_THREAD) == {}  # type: ignore[arg-type]
+
+
 def test_a_program_without_a_table_has_no_roofline(tmp_path: Path) -> None:
     zeros = np.zeros((11, 11), np.float32)
     fake = save_table(tmp_path / "table", zeros, zeros)

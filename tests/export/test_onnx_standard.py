@@ -23,7 +23,7 @@ from strop.families import FAMILIES
 from strop.layers import round_inputs
 from strop.model import Weights, read_spec, save_checkpoint
 from strop.numerics import dequantize, find_scales, quantize
-from strop.program import Program, Step, Tree
+from strop.program import Program, Step, Tree, open_program, write_exact
 from strop.spec import DType, Quantization
 from strop.stage import Context, Stage
 
@@ -117,6 +117,21 @@ def test_static_inputs_are_rounded_to_the_grid(format: Any, tmp_path: Path, expo
     plain = eager.open(2, 64).step(random_ids(2, 40), logits="all")
     assert (np.abs(ours - theirs).max(-1) < 2e-5).mean() > 0.8
     assert np.abs(ours - theirs).mean() < 0.1 * np.abs(plain - theirs).mean()
+
+
+def test_a_program_that_rounds_inputs_has_an_exact_twin(tmp_path: Path, export: Export) -> None:
+    source = tiny_folder(tmp_path / "source", "llama")
+    small = quantized(source, tmp_path / "small", Quantization(8, None, True, "static"), head=False)
+    program = export(small, STANDARD)
+    assert program.traits.kernels == "standard operators, QuantizeLinear"
+    (tmp_path / "exact").mkdir()
+    exact = write_exact(Artifact(next(tmp_path.glob("*/model.onnx")).parent, "program", KEY), tmp_path / "exact")
+    assert exact is not None
+    eager = export(small, Eager())
+    round_inputs(eager.decoder, rounds=False)  # type: ignore[attr-defined]  # a DecoderProgram
+    assert_close(open_program(exact, 1), eager, atol=5e-5)
+    (tmp_path / "again").mkdir()
+    assert write_exact(exact, tmp_path / "again") is None
 
 
 def test_layers_can_share_keys_and_values(tmp_path: Path, export: Export) -> None:

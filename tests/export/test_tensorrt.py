@@ -259,6 +259,14 @@ def test_plan_refuses_what_is_not_computed(form: Quantization, targets: Any, mes
         TensorrtRtx(compute_capabilities=targets).plan(spec.quantize({spec.layers[0].linears["q"].name: form}), 0)
 
 
+def test_plan_refuses_rounded_inputs_beside_float32(tmp_path: Path) -> None:
+    spec = read_spec(tiny_folder(tmp_path / "source", "llama"))
+    rounded = spec.quantize({spec.layers[0].linears["q"].name: Quantization(8, None, True, "static")})
+    with pytest.raises(UserError, match=r"q_proj rounds its inputs, .*; allowed: dtype float16, bfloat16"):
+        TensorrtRtx().plan(rounded, 0)
+    assert TensorrtRtx(dtype="float16").plan(rounded, 0)
+
+
 def test_plan_refuses_bfloat16_where_gpus_have_none(tmp_path: Path) -> None:
     spec = read_spec(tiny_folder(tmp_path / "source", "llama"))
     with pytest.raises(UserError, match=r"GPUs of 7\.5 compute no bfloat16; allowed: float16, float32"):
