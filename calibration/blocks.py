@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from strop.calibration.capture import CHUNK_TOKENS, STEPS, Group, Stream, check_ids, group_of, hessian
+from strop.calibration.capture import CHUNK_TOKENS, Group, Stream, check_ids, group_of, hessian, steps
 from strop.layers import Decoder
 from strop.machine import instruction_sets
 from strop.spec import Linear, ModelSpec
@@ -88,11 +88,11 @@ def walk_blocks(
 def _prepare(index: int, prepare: Prepare, changed: Stream, original: Stream) -> None:
     """Take samples through a block step by step, as the changed blocks before it give them and as they were."""
     original.load_layer(index)
-    for roles, reads, advance in STEPS:
-        linears = [x for role, x in changed.spec.layers[index].linears.items() if role in roles]
-        prepare(group_of(index, linears, changed, original, reads))
+    original.follows = changed
+    for step in steps(changed.spec.layers[index]):
+        prepare(group_of(index, step, changed, original))
         for stream in (changed, original):
-            advance(stream)
+            step.advance(stream)
     original.free_layer()
 
 

@@ -12,15 +12,16 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from strop.errors import UserError
-from strop.layers import Decoder, Layer
+from strop.layers import Decoder, Layer, Routes
 from strop.model import Weights, load_linear
-from strop.spec import LayerSpec, Linear, ModelSpec
+from strop.spec import SHARED, LayerSpec, Linear, ModelSpec
 
 CHUNK_TOKENS = 4096
 """Tokens that are computed together: enough to keep the matrix units busy, few enough for attention's memory."""
@@ -38,7 +39,11 @@ class Group:
         weights: Linear name -> W (out, in) float32. Write into it: what follows is computed with the new values.
         inputs: Gives the input in chunks, each (tokens, in) float32; as often as it is called, never all at once.
         pairs: Gives (X₀, X) in chunks: the input in the unchanged model and the input, for the samples that are
-            followed there.
+            followed there. Of an expert both are of the tokens that reach it in the changed model.
+        everyone: As `inputs`, but of an expert all tokens, those too that do not reach it.
+        num_tokens: That `inputs` gives: 0 of an expert that is never chosen.
+        num_followed: Tokens that `pairs` gives.
+        expert: Name of the chosen expert that they belong to; None where all tokens reach them.
     """
 
     layer: int
@@ -46,6 +51,10 @@ class Group:
     weights: dict[str, Tensor]
     inputs: Callable[[], Iterator[Tensor]]
     pairs: Callable[[], Iterator[tuple[Tensor, Tensor]]]
+    everyone: Callable[[], Iterator[Tensor]]
+    num_tokens: int
+    num_followed: int
+    expert: str | None = None
 
 
 Visit = Callable[[Group], bool]
@@ -132,38 +141,85 @@ def walk(folder: Path, spec: ModelSpec, ids: Tensor, visit: Visit, *, num_follow
     """
     check_ids(spec, ids)
     changed, unchanged = (Stream(folder, spec, x) for x in (ids, ids[:num_followed]))
+    unchanged.follows = changed
     streams = [changed, unchanged] if num_followed else [changed]
     for index, layer in enumerate(spec.layers):
         for stream in streams:
             stream.load_layer(index)
-        for roles, reads, advance in STEPS:
-            linears = [layer.linears[role] for role in roles if role in layer.linears]
-            if not visit(group_of(index, linears, changed, unchanged, reads)):
+        for step in steps(layer):
+            if not visit(group_of(index, step, changed, unchanged)):
                 return
             for stream in streams:
-                advance(stream)
+                step.advance(stream)
         for stream in streams:
             stream.free_layer()
     for stream in streams:
         stream.load_outside()
-    visit(group_of(len(spec.layers), [spec.head], changed, unchanged, Stream.head_inputs))
+    visit(group_of(len(spec.layers), Step([spec.head], Stream.head_inputs, Stream.free_outside), changed, unchanged))
 
 
-def group_of(
-    index: int,
-    linears: Sequence[Linear],
-    changed: Stream,
-    unchanged: Stream,
-    reads: Callable[[Stream], Iterator[Tensor]],
-) -> Group:
+@dataclass(frozen=True)
+class Step:
+    """A part of a block.
+
+    Attributes:
+        linears: That read the same input.
+        reads: Gives that input chunk by chunk, each (…, in).
+        advance: The way on from there.
+        expert: How the roles of an expert begin that the linears belong to, else None.
+        everyone: As `reads`, of all tokens; None: `reads` gives them.
+    """
+
+    linears: Sequence[Linear]
+    reads: Callable[[Stream], Iterator[Tensor]]
+    advance: Callable[[Stream], None]
+    expert: str | None = None
+    everyone: Callable[[Stream], Iterator[Tensor]] | None = None
+
+
+def steps(layer: LayerSpec) -> list[Step]:
+    """A block in the order of computation, a step for each of `LayerSpec.groups`."""
+    qkv, o, *mlp = layer.groups()
+    found = [Step(qkv, Stream.attention_inputs, Stream.attend)]
+    if layer.moe is None:
+        found.append(Step(o, Stream.taken_inputs, Stream.add_attention))
+        found.append(Step(mlp[0], Stream.mlp_inputs, Stream.activate))
+        return [*found, Step(mlp[1], Stream.taken_inputs, Stream.add_mlp)]
+    found.append(Step(o, Stream.taken_inputs, Stream.send))
+    experts = layer.moe.experts()
+    for expert, gate_up, down in zip(experts, mlp[::2], mlp[1::2], strict=True):
+        reads, activate = partial(Stream.expert_inputs, expert=expert), partial(Stream.activate_expert, expert=expert)
+        found.append(Step(gate_up, reads, activate, expert, Stream.mlp_inputs))
+        reads, add = partial(Stream.inner_inputs, expert=expert), partial(Stream.add_expert, expert=expert)
+        found.append(Step(down, reads, add, expert, partial(Stream.all_inner, expert=expert)))
+    return [*found[:-1], dataclasses.replace(found[-1], advance=partial(Stream.add_last_expert, expert=experts[-1]))]
+
+
+def group_of(index: int, step: Step, changed: Stream, unchanged: Stream) -> Group:
+    """What a walk shows of a step of block `index`."""
+    is_chosen = step.expert is not None and step.expert != SHARED
+
     def inputs() -> Iterator[Tensor]:
-        return (x.flatten(0, -2) for x in reads(changed))
+        return (x.flatten(0, -2) for x in step.reads(changed) if len(x))
 
     def pairs() -> Iterator[tuple[Tensor, Tensor]]:
-        both = zip(reads(unchanged), reads(changed), strict=False)
-        return ((before.flatten(0, -2), x[: len(before)].flatten(0, -2)) for before, x in both)
+        both = zip(step.reads(unchanged), step.reads(changed), strict=False)
+        return ((before.flatten(0, -2), x[: len(before)].flatten(0, -2)) for before, x in both if len(before))
 
-    return Group(index, linears, {x.name: changed.weight(x.name) for x in linears}, inputs, pairs)
+    def everyone() -> Iterator[Tensor]:
+        return inputs() if step.everyone is None else (x.flatten(0, -2) for x in step.everyone(changed))
+
+    return Group(
+        layer=index,
+        linears=step.linears,
+        weights={x.name: changed.weight(x.name) for x in step.linears},
+        inputs=inputs,
+        pairs=pairs,
+        everyone=everyone,
+        num_tokens=changed.num_tokens(step.expert),
+        num_followed=unchanged.num_tokens(step.expert),
+        expert=step.linears[0].name.rpartition(".")[0] if is_chosen else None,
+    )
 
 
 class Stream:
@@ -174,6 +230,8 @@ class Stream:
         chunks: Hidden states (B, T, H), a few samples each, all in one piece of memory and changed in place.
         taken: What `o` or `down` of the block reads next, chunk by chunk, all in one piece of memory: as tensors of
             their own, made and freed layer by layer, they left holes that took half as much again.
+        follows: A stream of the same samples and more, whose choice of experts decides which tokens are read here;
+            None: its own does.
     """
 
     def __init__(self, folder: Path, spec: ModelSpec, ids: Tensor) -> None:
@@ -196,6 +254,9 @@ class Stream:
         self._room: Tensor | None = None
         self._kept: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in self.chunks]
         self._index = 0
+        self.follows: Stream | None = None
+        self._routes: list[Routes] = []
+        self._sums: list[Tensor] = []
 
     @property
     def layer(self) -> Layer:
@@ -252,6 +313,52 @@ class Stream:
         for x in self.chunks:
             x.copy_(self.layer.add_mlp(x, self.taken.pop(0)))
 
+    # The same of experts, one after the other: each reads some tokens, and what it gives is added to a sum.
+
+    def send(self) -> None:
+        self.add_attention()
+        self._routes = [self.layer.route(x.flatten(0, -2)) for x in self.mlp_inputs()]
+        self._sums = [torch.zeros_like(x).flatten(0, -2) for x in self.chunks]
+
+    def sent(self, expert: str) -> list[Tensor]:
+        """Indices of the tokens of each chunk, in its flat order, that reach an expert."""
+        routes = (self if self.follows is None else self.follows)._routes
+        found = zip(self.chunks, (x.of(expert)[0] for x in routes), strict=False)
+        return [tokens[tokens < x.shape[0] * x.shape[1]] for x, tokens in found]
+
+    def num_tokens(self, expert: str | None = None) -> int:
+        """All tokens, or those that reach an expert."""
+        if expert is not None:
+            return sum(len(x) for x in self.sent(expert))
+        return sum(x.shape[0] * x.shape[1] for x in self.chunks)
+
+    def expert_inputs(self, expert: str) -> Iterator[Tensor]:
+        pairs = zip(self.chunks, self.sent(expert), strict=True)
+        return (self.layer.mlp_norm(x.flatten(0, -2)[tokens]) for x, tokens in pairs)
+
+    def inner_inputs(self, expert: str) -> Iterator[Tensor]:
+        if self.follows is None:
+            return iter(self.taken)
+        return map(self.layer.expert(expert).inner, self.expert_inputs(expert))
+
+    def all_inner(self, expert: str) -> Iterator[Tensor]:
+        return map(self.layer.expert(expert).inner, self.mlp_inputs())
+
+    def activate_expert(self, expert: str) -> None:
+        for x, routes in zip(self.mlp_inputs(), self._routes, strict=True):
+            tokens, _ = routes.of(expert)
+            self._take(self.layer.expert(expert).inner(x.flatten(0, -2)[tokens]))
+
+    def add_expert(self, expert: str) -> None:
+        for y, routes in zip(self._sums, self._routes, strict=True):
+            tokens, weights = routes.of(expert)
+            y.index_add_(0, tokens, self.layer.expert(expert).down(self.taken.pop(0)) * weights)
+
+    def add_last_expert(self, expert: str) -> None:
+        self.add_expert(expert)
+        for x in self.chunks:
+            x.copy_(self.layer.add_branch(x, self._sums.pop(0).view(x.shape)))
+
     def head_inputs(self) -> Iterator[Tensor]:
         return map(self.decoder.norm, self.chunks)
 
@@ -265,10 +372,11 @@ class Stream:
         other = copy.copy(self)
         other.chunks = list(torch.split(x.clone(), max(1, CHUNK_TOKENS // x.shape[1])))
         other.taken, other._room, other._kept = [], None, list(kept)
+        other._routes, other._sums = [], []
         return other
 
     def _take(self, x: Tensor) -> None:
-        """Add the next chunk (B, T, width) to what is taken."""
+        """Add the next chunk (…, width) to what is taken."""
         if self._room is None:
             num_tokens = sum(y.shape[0] * y.shape[1] for y in self.chunks)
             self._room = torch.empty(num_tokens * max(map(_widest_taken, self.spec.layers)), device=self.device)
@@ -283,7 +391,7 @@ class Stream:
         self._index = index
         layer = self.spec.layers[index]
         self.decoder.layers[index].to_empty(device=self.device)
-        self._load(layer.linears.values(), [x.name for x in layer.norms()])
+        self._load(layer.linears.values(), [*(x.name for x in layer.norms()), *(x.name for x in layer.gates())])
 
     def free_layer(self) -> None:
         """Drop the current block's weights, and keys and values that no later block shares."""
@@ -322,20 +430,8 @@ class Stream:
                     tensor.data.copy_(weights.load(name))
 
 
-STEPS: tuple[
-    tuple[tuple[str, ...], Callable[[Stream], Iterator[Tensor]], Callable[[Stream], None]],
-    ...,
-] = (
-    (("qkv", "q", "k", "v"), Stream.attention_inputs, Stream.attend),
-    (("o",), Stream.taken_inputs, Stream.add_attention),
-    (("gate_up", "gate", "up"), Stream.mlp_inputs, Stream.activate),
-    (("down",), Stream.taken_inputs, Stream.add_mlp),
-)
-"""A block in the order of computation: roles of the linears that read the same input, that input, the way on."""
-
-
 def _widest_taken(layer: LayerSpec) -> int:
-    return max(layer.linears[role].in_features for role in ("o", "down"))
+    return max(x.in_features for role, x in layer.linears.items() if role.rpartition(".")[2] in ("o", "down"))
 
 
 def _dense(linear: Linear) -> Linear:

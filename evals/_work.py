@@ -58,6 +58,9 @@ class Work:
 def work(spec: ModelSpec, traits: Traits, cached: int, width: int) -> Work:
     """Of a step with `width` new tokens, logits of the last one.
 
+    Of experts it reads those that its tokens choose: how many is exact for one token, else what is to be expected where
+    tokens choose for themselves and every expert as often as the others.
+
     Args:
         spec: The program's table, of a known family.
         traits: Its runtime and dtype decide how wide weights, keys and values are.
@@ -65,20 +68,23 @@ def work(spec: ModelSpec, traits: Traits, cached: int, width: int) -> Work:
         width: At least 1.
     """
     item = DTYPE_BYTES[traits.dtype]
-    linears = [x for layer in spec.layers for x in layer.linears.values()]
+    parts = [(x, layer.token_share(role)) for layer in spec.layers for role, x in layer.linears.items()]
+    parts += [(x, 1.0) for x in spec.gates()]
     row = dataclasses.replace(spec.head, out_features=1, has_bias=False) if spec.is_tied else None
     looked_up = item * spec.hidden_size if row is None else weight_bytes(row, traits)
     looked_up += item * spec.hidden_size if spec.position_embedding else 0
     return Work(
         {
-            "linears": sum(weight_bytes(x, traits) for x in linears),
+            "linears": round(sum((1 - (1 - share) ** width) * weight_bytes(x, traits) for x, share in parts)),
             "head": weight_bytes(spec.head, traits),
             "norms": sum(item * x.size * (2 if x.kind == "layer" else 1) for x in spec.norms()),
             "embedding": width * looked_up,
             "keys_values": sum(_token_bytes(spec, x, item) * _cached_in_sight(x, cached, width) for x in spec.layers),
         },
         {
-            "linears": width * sum(FLOPS_PER_WEIGHT * x.in_features * x.out_features for x in linears),
+            "linears": round(
+                width * sum(share * FLOPS_PER_WEIGHT * x.in_features * x.out_features for x, share in parts)
+            ),
             "head": FLOPS_PER_WEIGHT * spec.head.in_features * spec.head.out_features,
             # each pair of a query and a key in sight: one product with the key, one of the value with its weight
             "attention": sum(

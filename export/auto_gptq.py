@@ -121,6 +121,7 @@ def _setting(spec: ModelSpec) -> Quantization:
     if spec.opaque_bytes is not None:
         raise UserError(f"auto_gptq: {spec.family} is not a known family")
     spec.check_float_cache("auto_gptq: the layout")
+    spec.refuse_experts("auto_gptq", "eager")
     if spec.head.quantization is not None:
         raise UserError(
             f"auto_gptq: {spec.head.name} is quantized; the layout keeps it as it is: leave it out of targets"

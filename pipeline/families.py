@@ -18,6 +18,7 @@ from strop.errors import UserError, did_you_mean
 from strop.spec import (
     FIXED_FORMATS,
     QUANT_STATE,
+    SHARED,
     Activations,
     CacheFormat,
     CacheQuantization,
@@ -26,6 +27,7 @@ from strop.spec import (
     LayerSpec,
     Linear,
     ModelSpec,
+    Moe,
     Norm,
     NumberFormat,
     Quantization,
@@ -53,11 +55,27 @@ _DEFAULTS: Mapping[str, Config] = {
     },
     "phi3": {"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
     "smollm3": {"num_key_value_heads": 4, "rope_theta": 2_000_000.0, "tie_word_embeddings": True},
+    "mixtral": {
+        "num_key_value_heads": 8, "rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5, "num_local_experts": 8,
+        "num_experts_per_tok": 2, "norm_topk_prob": True,
+    },
+    "qwen2_moe": {
+        "num_key_value_heads": 16, "sliding_window": 4096, "qkv_bias": True, "num_local_experts": 60,
+        "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632,
+    },
+    "qwen3_moe": {
+        "num_key_value_heads": 4, "sliding_window": 4096, "num_local_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    },
     "gpt2": {"tie_word_embeddings": True, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5},
 }  # fmt: skip
 """What transformers assumes where a config is silent, for the fields read here and only where families differ."""
 FAMILIES: tuple[str, ...] = tuple(_DEFAULTS)
 """Every `model_type` whose architecture is known."""
+EXPERT_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe")
+"""Those whose layers may have experts."""
+WITHOUT_ATTENTION_BIAS = ("mistral", "qwen2", "mixtral", "qwen2_moe")
+"""Those that do not read the field attention_bias."""
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -166,10 +184,14 @@ def _llama_like(config: Config, tensors: Tensors, dtype: DType) -> ModelSpec:
         raise UserError("config.json: use_bidirectional_attention is not supported; allowed: false")
     ropes = _ropes(config, num_layers)
     windows = _windows(config, num_layers)
-    layers = tuple(
+    layers = [
         dataclasses.replace(_llama_layer(config, f"{prefix}layers.{i}"), rope=ropes[i], window=windows[i])
         for i in range(num_layers)
-    )
+    ]
+    if family in EXPERT_FAMILIES:
+        places = _expert_layers(config, num_layers)
+        _check_experts(config, tensors, [f"{prefix}layers.{i}" for i in places])
+        layers = [_with_experts(config, f"{prefix}layers.{i}", x) if i in places else x for i, x in enumerate(layers)]
     return ModelSpec(
         family=family,
         dtype=dtype,
@@ -177,7 +199,7 @@ def _llama_like(config: Config, tensors: Tensors, dtype: DType) -> ModelSpec:
         hidden_size=hidden,
         max_positions=_max_positions(config),
         embedding=f"{prefix}embed_tokens",
-        layers=layers,
+        layers=tuple(layers),
         final_norm=_rms_norm(config, f"{prefix}norm", hidden),
         head=Linear("lm_head", hidden, vocab),
         is_tied=bool(config.get("tie_word_embeddings", False)),
@@ -196,7 +218,7 @@ def _llama_layer(config: Config, name: str) -> LayerSpec:
     if num_heads % num_kv_heads:
         raise UserError(f"config.json: num_key_value_heads {num_kv_heads} does not divide {num_heads} attention heads")
     has_four_norms = family in ("gemma2", "gemma3_text")
-    has_head_norms = family in ("qwen3", "gemma3_text")
+    has_head_norms = family in ("qwen3", "qwen3_moe", "gemma3_text")
     after = f"{name}.post_attention_layernorm"
     return LayerSpec(
         num_heads=num_heads,
@@ -229,8 +251,8 @@ def _llama_linears(config: Config, name: str, widths: tuple[int, int]) -> dict[s
             "gate_up": Linear(f"{mlp}.gate_up_proj", hidden, 2 * inner),
             "down": Linear(f"{mlp}.down_proj", inner, hidden),
         }
-    has_biases = bool(config.get("attention_bias", False)) and family not in ("mistral", "qwen2")
-    has_qkv_biases = has_biases or family == "qwen2"
+    has_biases = bool(config.get("attention_bias", False)) and family not in WITHOUT_ATTENTION_BIAS
+    has_qkv_biases = has_biases or family == "qwen2" or (family == "qwen2_moe" and bool(config["qkv_bias"]))
     has_mlp_biases = bool(config.get("mlp_bias", False)) and family in ("llama", "smollm3")
     return {
         "q": Linear(f"{attention}.q_proj", hidden, q, has_qkv_biases),
@@ -246,13 +268,12 @@ def _llama_linears(config: Config, name: str, widths: tuple[int, int]) -> dict[s
 def _windows(config: Config, num_layers: int) -> list[int | None]:
     """Sliding window of each layer."""
     family = config["model_type"]
-    if family == "llama":
+    is_optional = family.startswith("qwen") or family == "smollm3"
+    if family == "llama" or (is_optional and not config.get("use_sliding_window", False)):
         return [None] * num_layers
     window = None if config.get("sliding_window") is None else _count(config, "sliding_window")
-    if family in ("mistral", "phi3"):
+    if family in ("mistral", "mixtral", "phi3", "qwen3_moe"):
         return [window] * num_layers
-    if family in ("qwen2", "qwen3", "smollm3") and not config.get("use_sliding_window", False):
-        return [None] * num_layers
     return [window if slides else None for slides in _sliding_layers(config, num_layers)]
 
 
@@ -278,7 +299,69 @@ def _slides(config: Config, index: int) -> bool:
         return (index + 1) % _count(config, "sliding_window_pattern", 6) != 0
     if family == "smollm3":
         return not _no_rope_layers(config, _count(config, "num_hidden_layers"))[index]
-    return index >= (config["max_window_layers"] if isinstance(config.get("max_window_layers"), int) else 28)
+    first = config["max_window_layers"] if isinstance(config.get("max_window_layers"), int) else 28
+    return index % 2 == 0 and index < first if family == "qwen2_moe" else index >= first
+
+
+# Mixtures of experts.
+
+
+def _expert_layers(config: Config, num_layers: int) -> list[int]:
+    """Layers that have experts."""
+    if config["model_type"] == "mixtral":
+        return list(range(num_layers))
+    dense = config.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(x, int) for x in dense):
+        raise UserError(f"config.json: mlp_only_layers must be a list of layers, found {_brief(dense)}")
+    step = _count(config, "decoder_sparse_step", 1)
+    return [i for i in range(num_layers) if i not in dense and (i + 1) % step == 0]
+
+
+def _num_experts(config: Config) -> int:
+    return _count(config, "num_experts" if config.get("num_experts") is not None else "num_local_experts")
+
+
+def _check_experts(config: Config, tensors: Tensors, layers: Sequence[str]) -> None:
+    """Refuse more experts than can be, and those in one tensor, as transformers 5 holds them in memory.
+
+    It writes them so only where it is told to (save_original_format=False).
+    """
+    for name in (f"{x}.mlp.experts.gate_up_proj" for x in layers):
+        if name in tensors:
+            raise UserError(
+                f"{name} holds all experts of a layer; allowed: tensors of their own for each expert, as "
+                "save_pretrained of transformers writes them by default"
+            )
+    num_experts, top_k = _num_experts(config), _count(config, "num_experts_per_tok")
+    if num_experts > len(tensors):
+        raise UserError(f"config.json: {num_experts} experts, but the checkpoint has only {len(tensors)} tensors")
+    if top_k > num_experts:
+        raise UserError(f"config.json: num_experts_per_tok is {top_k}, more than the {num_experts} experts")
+
+
+def _with_experts(config: Config, name: str, layer: LayerSpec) -> LayerSpec:
+    """The layer with experts in the place of its MLP."""
+    hidden, is_mixtral = _count(config, "hidden_size"), config["model_type"] == "mixtral"
+    num_experts = _num_experts(config)
+    width = _count(config, "intermediate_size" if is_mixtral else "moe_intermediate_size")
+    block = f"{name}.block_sparse_moe" if is_mixtral else f"{name}.mlp"
+    parts = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
+    has_shared = config["model_type"] == "qwen2_moe"
+    moe = Moe(
+        num_experts=num_experts,
+        top_k=_count(config, "num_experts_per_tok"),
+        normalizes=bool(config.get("norm_topk_prob", False)),
+        router=Linear(f"{block}.gate", hidden, num_experts),
+        shared_gate=Linear(f"{block}.shared_expert_gate", hidden, 1) if has_shared else None,
+    )
+    linears = {role: x for role, x in layer.linears.items() if role in ("q", "k", "v", "o")}
+    for expert in moe.experts():
+        inner = _count(config, "shared_expert_intermediate_size") if expert == SHARED else width
+        place = f"{block}.shared_expert" if expert == SHARED else f"{block}.{expert.removesuffix('.')}"
+        linears[f"{expert}gate"] = Linear(f"{place}.{parts[0]}", hidden, inner)
+        linears[f"{expert}up"] = Linear(f"{place}.{parts[1]}", hidden, inner)
+        linears[f"{expert}down"] = Linear(f"{place}.{parts[2]}", inner, hidden)
+    return dataclasses.replace(layer, intermediate_size=width, linears=linears, moe=moe)
 
 
 # GPT-2.
@@ -583,7 +666,7 @@ def _read_quantizations(config: Config, spec: ModelSpec, tensors: Tensors) -> di
             f"compressed-tensors with format {', '.join(FORMATS)}"
         )
     targets = _targets(settings)
-    ignored = _names(settings, "ignore")
+    ignored = dict.fromkeys(_names(settings, "ignore"))
     found: dict[str, Quantization] = {}
     for name in (x.name for x in spec.linears()):
         matched = None if _matches(name, ignored) else _best_match(name, targets)
@@ -634,16 +717,17 @@ def _names(place: Config, key: str) -> list[str]:
     return list(names)
 
 
-def _matches(name: str, targets: Sequence[str]) -> bool:
+def _matches(name: str, targets: Mapping[str, Any]) -> bool:
     return _best_match(name, targets) is not None
 
 
-def _best_match(name: str, targets: Sequence[str] | Mapping[str, Any]) -> str | None:
+def _best_match(name: str, targets: Mapping[str, Any]) -> str | None:
     """The target that wins for a linear: its name, then a `re:` pattern, then its class."""
-    for target in sorted(targets, key=lambda x: (x == "Linear", x.startswith("re:"), x)):
-        if target in (name, "Linear") or (target.startswith("re:") and re.match(target[3:], name)):
-            return target
-    return None
+    if name in targets:
+        return name
+    patterns = sorted(x for x in targets if x.startswith("re:"))
+    found = next((x for x in patterns if re.match(x[3:], name)), None)
+    return found or ("Linear" if "Linear" in targets else None)
 
 
 def _quantization(group: Config, outer_format: object) -> Quantization:
@@ -748,7 +832,7 @@ def expected_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         shapes[f"{norm.name}.weight"] = (norm.size,)
         if norm.kind == "layer":
             shapes[f"{norm.name}.bias"] = (norm.size,)
-    for linear in spec.linears():
+    for linear in (*spec.gates(), *spec.linears()):
         if linear is spec.head and spec.is_tied and linear.quantization is None:
             continue
         shapes.update({f"{linear.name}.{part}": shape for part, (_, shape) in linear.parts().items()})

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from strop import numerics
 from strop.kv_codes import Codec
-from strop.spec import BITSANDBYTES, LayerSpec, Linear, ModelSpec, Norm, Rope
+from strop.spec import BITSANDBYTES, CHOSEN, SHARED, LayerSpec, Linear, ModelSpec, Norm, Rope
 
 Rotary = tuple[Tensor, Tensor]
 """cos and signed sin, each (B, 1, K, 2·len(inv_freq)): x·cos + swapped halves of x·sin."""
@@ -220,8 +220,68 @@ class RmsNorm(nn.Module):
         return F.rms_norm(x, self.size, self.weight.to(x.dtype), self.eps)  # they differ under autocast
 
 
+class Expert(nn.Module):
+    """down(activation(gate x) · up x), of one expert."""
+
+    gate: nn.Module
+    up: nn.Module
+    down: nn.Module
+
+    def __init__(self, spec: LayerSpec, prefix: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        for role in ("gate", "up", "down"):
+            self.add_module(role, _linear(spec.linears[prefix + role], dtype))
+        self.activation = _ACTIVATIONS[spec.activation]
+
+    def inner(self, x: Tensor) -> Tensor:
+        """What `down` takes: (…, H) -> (…, width)."""
+        inner: Tensor = self.activation(self.gate(x)) * self.up(x)
+        return inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, H) -> (…, H)."""
+        y: Tensor = self.down(self.inner(x))
+        return y
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Where tokens are sent.
+
+    Attributes:
+        experts: (tokens, top_k) int64, of the largest weight first.
+        weights: (tokens, top_k), in the dtype of the hidden states.
+        shared: Weight of the shared expert, (tokens, 1); None where there is none.
+    """
+
+    experts: Tensor
+    weights: Tensor
+    shared: Tensor | None
+
+    def of(self, expert: str) -> tuple[Tensor, Tensor]:
+        """Indices (n,) of the tokens that reach an expert, ascending, and its weights (n, 1) for them.
+
+        Args:
+            expert: How the roles of its linears begin (`Moe.experts`).
+        """
+        if expert == SHARED:
+            assert self.shared is not None
+            return torch.arange(len(self.shared), device=self.shared.device), self.shared
+        index = int(expert.removeprefix(CHOSEN).removesuffix("."))
+        tokens, place = (self.experts == index).nonzero(as_tuple=True)
+        return tokens, self.weights[tokens, place, None]
+
+    def reached(self) -> list[str]:
+        """The experts that some token reaches, in the order of computation."""
+        chosen = [f"{CHOSEN}{index}." for index in sorted(set(self.experts.flatten().tolist()))]
+        return chosen if self.shared is None else [*chosen, SHARED]
+
+
 class Layer(nn.Module):
-    """One decoder layer. Its linears are attributes named by role: `q`, `k`, `v` or `qkv`, `o`, `gate`, `up`, ..."""
+    """One decoder layer. Its linears are attributes named by role: `q`, `k`, `v` or `qkv`, `o`, `gate`, `up`, ...
+
+    With experts, `experts` and `shared` hold their linears.
+    """
 
     qkv: nn.Module
     q: nn.Module
@@ -232,12 +292,24 @@ class Layer(nn.Module):
     gate: nn.Module
     up: nn.Module
     down: nn.Module
+    router: nn.Module
+    shared_gate: nn.Module
+    experts: nn.ModuleList
+    shared: nn.Module
 
     def __init__(self, spec: LayerSpec, dtype: torch.dtype) -> None:
         super().__init__()
         self.spec = spec
         for role, linear in spec.linears.items():
-            self.add_module(role, _linear(linear, dtype))
+            if "." not in role:
+                self.add_module(role, _linear(linear, dtype))
+        if spec.moe is not None:
+            chosen = range(spec.moe.num_experts)
+            self.experts = nn.ModuleList(Expert(spec, f"{CHOSEN}{i}.", dtype) for i in chosen)
+            self.router = _linear(spec.moe.router, dtype)
+            if spec.moe.shared_gate is not None:
+                self.shared = Expert(spec, SHARED, dtype)
+                self.shared_gate = _linear(spec.moe.shared_gate, dtype)
         self.input_norm, self.mlp_norm = make_norm(spec.input_norm, dtype), make_norm(spec.mlp_norm, dtype)
         self.post_attention_norm = _optional_norm(spec.post_attention_norm, dtype)
         self.post_mlp_norm = _optional_norm(spec.post_mlp_norm, dtype)
@@ -254,7 +326,7 @@ class Layer(nn.Module):
             attend: What keeps keys and values and computes attention over them.
         """
         x = self.add_attention(x, self.attention(x, rotary, attend))
-        return self.add_mlp(x, self.inner(x))
+        return self.add_mlp(x, self.inner(x)) if self.spec.moe is None else self.add_experts(x)
 
     def attention(self, x: Tensor, rotary: Rotary | None, attend: Attend) -> Tensor:
         """What `o` takes: (B, K, heads · D). Arguments as `forward`."""
@@ -275,8 +347,35 @@ class Layer(nn.Module):
 
     def add_mlp(self, x: Tensor, inner: Tensor) -> Tensor:
         """x (B, K, H) after attention and what `down` takes -> x after the layer."""
-        y: Tensor = self.down(inner)
+        return self.add_branch(x, self.down(inner))
+
+    def add_branch(self, x: Tensor, y: Tensor) -> Tensor:
+        """x (B, K, H) after attention and what the MLP or the experts give -> x after the layer."""
         return x + (y if self.post_mlp_norm is None else self.post_mlp_norm(y))
+
+    def route(self, x: Tensor) -> Routes:
+        """Where to send tokens, from what experts take: x (tokens, H), normed."""
+        moe = self.spec.moe
+        assert moe is not None
+        weights, experts = self.router(x).float().softmax(-1).topk(moe.top_k, dim=-1)
+        if moe.normalizes:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return Routes(experts, weights.to(x.dtype), None if moe.shared_gate is None else self.shared_gate(x).sigmoid())
+
+    def add_experts(self, x: Tensor) -> Tensor:
+        """x (B, K, H) after attention -> x after the layer, of a layer with experts."""
+        inputs: Tensor = self.mlp_norm(x).flatten(0, -2)
+        routes, y = self.route(inputs), torch.zeros_like(inputs)
+        for expert in routes.reached():
+            tokens, weights = routes.of(expert)
+            y = y.index_add(0, tokens, self.expert(expert)(inputs[tokens]) * weights)
+        return self.add_branch(x, y.view(x.shape))
+
+    def expert(self, prefix: str) -> Expert:
+        """The expert whose linears' roles begin so."""
+        found = self.get_submodule(prefix.removesuffix("."))
+        assert isinstance(found, Expert)
+        return found
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """x (B, K, H) -> q (B, heads, K, D), k, v (B, kv_heads, K, D), normed per head, before rope."""
@@ -334,7 +433,11 @@ class Decoder(nn.Module):
         self._places: dict[str, tuple[nn.Module, str]] = {spec.head.name: (self, "head")}
         for layer in self.layers:
             assert isinstance(layer, Layer)
-            self._places.update({linear.name: (layer, role) for role, linear in layer.spec.linears.items()})
+            for role, linear in layer.spec.linears.items():
+                part, _, role = role.rpartition(".")
+                self._places[linear.name] = layer.get_submodule(part), role
+            for gate, role in zip(layer.spec.gates(), ("router", "shared_gate"), strict=False):
+                self._places[gate.name] = layer, role
         self._ropes: list[Rope] = list(dict.fromkeys(x.rope for x in spec.layers if x.rope is not None))
         self._rope_of = [None if x.rope is None else self._ropes.index(x.rope) for x in spec.layers]
         self._slot_of = cache_slots(spec)
@@ -353,7 +456,7 @@ class Decoder(nn.Module):
     # Weights.
 
     def linear(self, name: str) -> nn.Module:
-        """The linear that is stored under `name` (without `.weight`)."""
+        """The linear that is stored under `name` (without `.weight`), a router or a gate too."""
         place, role = self._places[name]
         module = getattr(place, role)
         assert isinstance(module, nn.Module)
@@ -371,7 +474,7 @@ class Decoder(nn.Module):
         """
         spec = self.spec
         found: dict[str, Tensor] = {}
-        for linear in spec.linears():
+        for linear in (*spec.linears(), *spec.gates()):
             found.update(_stored(linear.name, self.linear(linear.name), linear.is_transposed))
         if spec.is_tied and isinstance(self.head, nn.Linear):
             found.pop(f"{spec.head.name}.weight")

@@ -18,7 +18,7 @@ from strop.artifact import MANIFEST, read_manifest
 from strop.errors import UserError
 from strop.families import CACHE_KEY, FAMILIES, build_spec, cache_scheme, expected_shapes, opaque_spec
 from strop.safetensors_file import Piece, Stored, locate, read_json, write_json, write_tensors
-from strop.spec import BITSANDBYTES, DType, Linear, ModelSpec, Quantization
+from strop.spec import BITSANDBYTES, CHOSEN, DType, Linear, ModelSpec, Quantization
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -419,8 +419,8 @@ def tensor_bytes(tensor: Tensor, dtype: str) -> memoryview:
 def write_config(out: Path, spec: ModelSpec, config: Mapping[str, Any]) -> None:
     """Write config.json: the given one with the dtype, ties and quantization that the table says, and no code.
 
-    Each distinct quantization is one config group whose targets are full module names. Of an unknown family only the
-    dtype is changed.
+    Each distinct quantization is one config group whose targets are full module names, and a pattern for experts. Of an
+    unknown family only the dtype is changed.
     """
     kept = {key: value for key, value in config.items() if key not in ("torch_dtype", "auto_map")} | {
         "dtype": spec.dtype
@@ -447,7 +447,9 @@ def write_config(out: Path, spec: ModelSpec, config: Mapping[str, Any]) -> None:
             "quant_method": "compressed-tensors",
             "format": formats[0] if len(formats) == 1 else "mixed-precision",
             "quantization_status": "compressed",
-            "config_groups": {f"group_{i}": _config_group(q, names) for i, (q, names) in enumerate(groups.items())},
+            "config_groups": {
+                f"group_{i}": _config_group(q, _targets(spec, names)) for i, (q, names) in enumerate(groups.items())
+            },
             "ignore": [x.name for x in spec.linears() if x.quantization is None],
             **({"kv_cache_scheme": scheme} if scheme else {}),
         }
@@ -460,6 +462,38 @@ def write_config(out: Path, spec: ModelSpec, config: Mapping[str, Any]) -> None:
             # It unpacks these formats to bfloat16, which holds them exactly, and leaves them so unless at once.
             kept["quantization_config"]["dequantize"] = True
     write_json(out / CONFIG, kept)
+
+
+def _targets(spec: ModelSpec, names: list[str]) -> list[str]:
+    """Of a config group: the names, but one pattern for experts where all of the model are among them.
+
+    transformers 5 holds all experts of a layer in one tensor, so it finds no module of such a name: it warns of each,
+    and takes the format of experts from the first group that has a pattern with "experts" in it.
+    """
+    experts = {x.name for layer in spec.layers for role, x in layer.linears.items() if role.startswith(CHOSEN)}
+    if not experts or not experts <= set(names):
+        return names
+    block = next(x.moe.router.name for x in spec.layers if x.moe is not None).split(".")[-2]
+    return [*(x for x in names if x not in experts), rf"re:.*\.{block}\.experts\.\d+\..*"]
+
+
+def experts_note(spec: ModelSpec) -> str | None:
+    """What to know of a model whose quantized experts transformers 5 does not open to what is stored, else None.
+
+    Tried with transformers 5.24: it unpacks experts when it loads them, all by the format of the first group that names
+    them and without zero points or global scales, and rounds no inputs.
+    """
+    forms = {x.quantization for layer in spec.layers for role, x in layer.linears.items() if role.startswith(CHOSEN)}
+    if forms <= {None}:
+        return None
+    q = next(iter(forms))
+    is_plain = q is not None and q.symmetric and q.activations is None and q.format in ("int", "fp8", "mxfp4")
+    if len(forms) == 1 and is_plain:
+        return None
+    return (
+        "transformers opens experts that are all stored alike, as symmetric integers, fp8 or mxfp4, without "
+        "activations; others it refuses or opens to other weights: run them in eager"
+    )
 
 
 def stored_format(q: Quantization) -> str:

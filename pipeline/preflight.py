@@ -12,6 +12,7 @@ from strop.calibration.text import Split, documents, overlap
 from strop.errors import UserError, did_you_mean
 from strop.families import FAMILIES
 from strop.gate import check_gates, show
+from strop.model import experts_note
 from strop.recipe import EAGER, Chain, NamedStage, Recipe
 from strop.report import aligned
 from strop.sources import describe
@@ -109,6 +110,8 @@ def check(recipe: Recipe, store: Store) -> CheckResult:
             done.add(path)
             current, format = plan.spec, stage.stage.gives
             notes.update({f"{chain.name} / {stage.name}: {x}": None for x in plan.notes})
+        if (note := experts_note(current)) is not None:
+            notes[f"{chain.name}: {note}"] = None
         for export in recipe.with_eager() if chain.name == "parent" else recipe.exports:
             _check_format(export, format, after=chain)
             if current.family not in FAMILIES and export.use != EAGER:

@@ -20,6 +20,8 @@ DType = Literal["float32", "bfloat16", "float16"]
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 ROLES = (("qkv", "q", "k", "v"), ("o",), ("gate_up", "gate", "up"), ("down",))
 """Of a layer's linears, in the order of computation, those together that read the same input."""
+CHOSEN, SHARED = "experts.", "shared."
+"""How roles of linears of experts begin: of those that tokens are sent to by choice, and of the one that all reach."""
 SCALE_BYTES = 2
 """Scales that are no part of a number format are stored in bfloat16 (see numerics.round_scales)."""
 PART_BYTES: Mapping[str, int] = {"I64": 8, "F32": 4, "I32": 4, "BF16": SCALE_BYTES, "I8": 1, "U8": 1, "F8_E4M3": 1}
@@ -225,6 +227,37 @@ class Rope:
 
 
 @dataclass(frozen=True)
+class Moe:
+    """Experts in the place of a layer's MLP: y = Σ wₑ · expertₑ(x) over the `top_k` largest of w = softmax(R x).
+
+    Where there is a shared expert, sigmoid(g x) · shared(x) is added (Jiang et al. 2024, arXiv 2401.04088; Yang et al.
+    2024, arXiv 2407.10671). R and g are never quantized: they are tiny, they decide which expert computes, and other
+    libraries have no packed form for them.
+
+    Attributes:
+        num_experts: To choose from.
+        top_k: Experts that a token reaches.
+        normalizes: The chosen weights are divided by their sum.
+        router: R (num_experts, hidden_size).
+        shared_gate: g (1, hidden_size); None where there is no shared expert.
+    """
+
+    num_experts: int
+    top_k: int
+    normalizes: bool
+    router: Linear
+    shared_gate: Linear | None = None
+
+    def experts(self) -> list[str]:
+        """How the roles of each expert's linears begin, in the order of computation: `experts.0.`, ..., `shared.`."""
+        return [f"{CHOSEN}{i}." for i in range(self.num_experts)] + ([SHARED] if self.shared_gate else [])
+
+    def gates(self) -> list[Linear]:
+        """What reads the experts' input and is never quantized: the router, and the shared expert's gate."""
+        return [self.router, self.shared_gate] if self.shared_gate else [self.router]
+
+
+@dataclass(frozen=True)
 class LayerSpec:
     """One decoder layer: x += post(attn(norm(x))), then x += post(mlp(norm(x))).
 
@@ -232,10 +265,11 @@ class LayerSpec:
         num_heads: Query heads.
         num_kv_heads: Key and value heads, a divisor of num_heads.
         head_dim: Width of a head.
-        intermediate_size: Width of the MLP.
+        intermediate_size: Width of the MLP, or of each expert that is chosen.
         attention_scale: Multiplies q·k.
         linears: Role -> linear. Attention: `q`,`k`,`v` or one `qkv` (rows in that order); `o`. MLP: `gate`,`up` or
-            one `gate_up`, or only `up` where is_gated is False; `down`. Always in the order of computation.
+            one `gate_up`, or only `up` where is_gated is False; `down`. Where there are experts, those of each:
+            `experts.0.gate`, ..., `shared.down`. Always in the order of computation.
         input_norm, mlp_norm: Before attention and before the MLP.
         post_attention_norm, post_mlp_norm: On the branch's output before it is added (gemma2, gemma3), else None.
         q_norm, k_norm: Per head before rope (qwen3, gemma3), else None.
@@ -244,6 +278,7 @@ class LayerSpec:
         softcap: cap·tanh(score / cap) on attention scores (gemma2), else None.
         activation: On gate (or on up where is_gated is False).
         kv_from_layer: Uses that layer's keys and values instead of its own (then there is no k, v); None: its own.
+        moe: How tokens are sent to experts; None: there is one MLP for all.
     """
 
     num_heads: int
@@ -264,6 +299,7 @@ class LayerSpec:
     window: int | None = None
     softcap: float | None = None
     kv_from_layer: int | None = None
+    moe: Moe | None = None
 
     @property
     def attention(self) -> str:
@@ -271,8 +307,19 @@ class LayerSpec:
         return next(iter(self.linears.values())).name.rpartition(".")[0]
 
     def groups(self) -> list[list[Linear]]:
-        """Its linears by the input that they read, in the order of computation: attention's, `o`, the MLP's, `down`."""
-        return [[self.linears[role] for role in part if role in self.linears] for part in ROLES]
+        """Its linears by the input that they read, in the order of computation: attention's, `o`, the MLP's, `down`.
+
+        The last two come once for each expert, because only the tokens that it is chosen for are its input.
+        """
+        return [[self.linears[role] for role in part if role in self.linears] for part in _parts(self.moe)]
+
+    def token_share(self, role: str) -> float:
+        """The part of all tokens that reaches a linear, where every expert is chosen as often as the others."""
+        return 1.0 if self.moe is None or not role.startswith(CHOSEN) else self.moe.top_k / self.moe.num_experts
+
+    def gates(self) -> list[Linear]:
+        """As `Moe.gates`; none where there are no experts."""
+        return [] if self.moe is None else self.moe.gates()
 
     def norms(self) -> Iterator[Norm]:
         """Every norm of the layer that is there."""
@@ -325,10 +372,32 @@ class ModelSpec:
     opaque_bytes: int | None = None
 
     def linears(self) -> Iterator[Linear]:
-        """Every linear in the order of computation, the head last."""
+        """Every linear in the order of computation, the head last; routers and gates of experts apart."""
         for layer in self.layers:
             yield from layer.linears.values()
         yield self.head
+
+    def gates(self) -> Iterator[Linear]:
+        """Routers and gates of shared experts, which stay in the checkpoint's dtype."""
+        for layer in self.layers:
+            yield from layer.gates()
+
+    def refuse_experts(self, what: str, allowed: str) -> None:
+        """Refuse layers that send tokens to experts.
+
+        Args:
+            what: The method or runtime that cannot take them.
+            allowed: What can.
+
+        Raises:
+            UserError: There are some.
+        """
+        for index, layer in enumerate(self.layers):
+            if layer.moe is not None:
+                raise UserError(
+                    f"{what}: layer {index} of this {self.family} has {layer.moe.num_experts} experts, which it does "
+                    f"not take; allowed: {allowed}"
+                )
 
     def layer_linears(self, index: int) -> list[Linear]:
         """The linears of one layer in the order of computation."""
@@ -354,6 +423,11 @@ class ModelSpec:
         for pattern in targets:
             if not any(fnmatch.fnmatchcase(x.name, pattern) for x in self.linears()):
                 last_parts = {x.name.rsplit(".", 1)[-1] for x in self.linears()}
+                if any(fnmatch.fnmatchcase(x.name, pattern) for x in self.gates()):
+                    raise UserError(
+                        f"targets: pattern {pattern!r} names only routers or gates of experts, which are never "
+                        f"quantized; allowed: names that end in {', '.join(sorted(last_parts))}"
+                    )
                 raise UserError(
                     f"targets: pattern {pattern!r} matches no linear; names end in {did_you_mean(pattern, last_parts)}"
                 )
@@ -428,6 +502,7 @@ class ModelSpec:
         if self.opaque_bytes is not None:
             return self.opaque_bytes // DTYPE_BYTES[self.dtype]
         total = sum(x.in_features * x.out_features + (x.out_features if x.has_bias else 0) for x in self.linears())
+        total += sum(x.in_features * x.out_features for x in self.gates())
         total += 0 if self.is_tied else self.vocab_size * self.hidden_size
         total += self.max_positions * self.hidden_size if self.position_embedding else 0
         return total + sum(n.size * (2 if n.kind == "layer" else 1) for n in self.norms())
@@ -444,6 +519,7 @@ class ModelSpec:
             return self.opaque_bytes
         width = DTYPE_BYTES[self.dtype]
         total = sum(x.size_bytes(self.dtype) for layer in self.layers for x in layer.linears.values())
+        total += sum(x.size_bytes(self.dtype) for x in self.gates())
         total += self.vocab_size * self.hidden_size * width
         total += self.max_positions * self.hidden_size * width if self.position_embedding else 0
         total += sum(n.size * (2 if n.kind == "layer" else 1) * width for n in self.norms())
@@ -469,7 +545,8 @@ class ModelSpec:
             LayerSpec(
                 **{
                     **x,
-                    "linears": {role: _linear(x["linears"][role]) for role in chain(*ROLES) if role in x["linears"]},
+                    "moe": (moe := _moe(x.get("moe"))),
+                    "linears": {r: _linear(x["linears"][r]) for r in chain(*_parts(moe)) if r in x["linears"]},
                     **{
                         k: _norm(x[k])
                         for k in ("input_norm", "mlp_norm", "post_attention_norm", "post_mlp_norm", "q_norm", "k_norm")
@@ -538,6 +615,20 @@ def _check_fit(linear: Linear, q: Quantization) -> None:
         f"group_size {q.group_size} does not divide the {linear.in_features} inputs of {linear.name}; "
         f"allowed here: {fits or 'null (per channel)'}"
     )
+
+
+def _parts(moe: Moe | None) -> Sequence[Sequence[str]]:
+    """Roles of a layer's linears, those together that read the same input, in the order of computation."""
+    if moe is None:
+        return ROLES
+    return [*ROLES[:2], *([f"{x}{role}" for role in part] for x in moe.experts() for part in ROLES[2:])]
+
+
+def _moe(data: Mapping[str, Any] | None) -> Moe | None:
+    if data is None:
+        return None
+    gate = data["shared_gate"]
+    return Moe(**{**data, "router": _linear(data["router"]), "shared_gate": _linear(gate) if gate else None})
 
 
 def _linear(data: Mapping[str, Any]) -> Linear:

@@ -33,6 +33,7 @@ _GEMMA: Mapping[str, Any] = {
     "query_pre_attn_scalar": 20,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
+_EXPERTS: Mapping[str, Any] = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _TINY: Mapping[str, Mapping[str, Any]] = {
     "llama": {**_LLAMA, "head_dim": 16, "tie_word_embeddings": True},
     "mistral": {**_LLAMA, "head_dim": 16, "sliding_window": 5},
@@ -51,6 +52,9 @@ _TINY: Mapping[str, Mapping[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75},
     },
     "smollm3": {**_LLAMA, "no_rope_layers": [1, 0, 1], "tie_word_embeddings": True},
+    "mixtral": {**_LLAMA, "head_dim": 16, "sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {**_LLAMA, **_EXPERTS, "shared_expert_intermediate_size": 64, "mlp_only_layers": [1]},
+    "qwen3_moe": {**_LLAMA, **_EXPERTS, "head_dim": 16, "decoder_sparse_step": 2, "norm_topk_prob": True},
     "gpt2": {
         "vocab_size": VOCAB_SIZE,
         "n_embd": 48,
@@ -67,7 +71,9 @@ _TINY: Mapping[str, Mapping[str, Any]] = {
 def tiny_config(family: str, **changes: Any) -> Any:
     """A transformers config of a family: 3 layers, 6 heads over 2 K/V heads (gpt2: 6), widths 48 and 80, context 128.
 
-    Widths into every linear are multiples of 16 and not powers of two. Mistral, gemma2 and gemma3_text slide over 5.
+    Widths into every linear are multiples of 16 and not powers of two, but for experts of qwen2_moe and qwen3_moe (32,
+    the shared one 64). Mistral, mixtral, gemma2 and gemma3_text slide over 5. Of 4 experts (qwen 5) 2 are chosen, in
+    all layers of mixtral, the first and last of qwen2_moe, the middle one of qwen3_moe.
 
     Args:
         family: A `model_type`; one that is not listed here gets the fields of llama.
@@ -93,6 +99,19 @@ def tiny_model(family: str, *, seed: int = 0, **changes: Any) -> Any:
             else:
                 weight.copy_(noise / 48**0.5)
     return model
+
+
+def stored_weights(model: Any) -> dict[str, Any]:
+    """The tensors of a transformers model under the names that save_pretrained gives them.
+
+    transformers 5 holds all experts of a layer in one tensor and stores each as its own.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    weights = dict(revert_weight_conversion(model, model.state_dict()))
+    if model.config.tie_word_embeddings:
+        del weights["lm_head.weight"]
+    return weights
 
 
 def tiny_tokenizer() -> Any:
@@ -124,9 +143,7 @@ def decoder_of(model: Any) -> Any:
     from strop.families import build_spec
     from strop.layers import Decoder
 
-    weights = dict(model.state_dict())
-    if model.config.tie_word_embeddings:
-        del weights["lm_head.weight"]
+    weights = stored_weights(model)
     headers = {name: ("F32", tuple(tensor.shape)) for name, tensor in weights.items()}
     decoder = Decoder(build_spec(model.config.to_dict(), headers, str(model.dtype).removeprefix("torch.")))
     with torch.no_grad():

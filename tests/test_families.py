@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from references import tiny_config, tiny_model
+from references import stored_weights, tiny_config, tiny_model
 
 from strop.errors import UserError
 from strop.families import FAMILIES, build_spec, opaque_spec
@@ -19,11 +19,8 @@ Headers = dict[str, tuple[str, tuple[int, ...]]]
 
 
 def headers(family: str, **changes: Any) -> Headers:
-    model = tiny_model(family, **changes)
-    found = {name: ("F32", tuple(tensor.shape)) for name, tensor in model.state_dict().items()}
-    if model.config.tie_word_embeddings:
-        del found["lm_head.weight"]
-    return found
+    weights = stored_weights(tiny_model(family, **changes))
+    return {name: ("F32", tuple(tensor.shape)) for name, tensor in weights.items()}
 
 
 def spec_of(family: str, config: Mapping[str, Any] | None = None, **changes: Any) -> ModelSpec:

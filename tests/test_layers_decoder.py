@@ -14,7 +14,7 @@ from references import INPUT_SCALE, VOCAB_SIZE, decoder_of, random_decoder, tiny
 from torch import Tensor, nn
 
 from strop.export.eager import DecoderProgram
-from strop.families import FAMILIES
+from strop.families import EXPERT_FAMILIES, FAMILIES
 from strop.layers import Decoder, IntegerLinear, QuantLinear, fold, round_inputs
 from strop.program import Session, Traits, Tree
 from strop.spec import Activations, ModelSpec, Quantization
@@ -82,6 +82,19 @@ VARIANTS: Sequence[tuple[str, dict[str, Any]]] = [
     ("smollm3", {"attention_bias": True, "mlp_bias": True, "no_rope_layers": None, "num_hidden_layers": 4}),
     ("smollm3", {"use_sliding_window": True, "sliding_window": 5}),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "n_inner": None, "tie_word_embeddings": False}),
+    ("mixtral", {"sliding_window": None, "num_experts_per_tok": 1, "hidden_act": "gelu"}),
+    ("qwen2_moe", {"norm_topk_prob": True, "qkv_bias": False, "decoder_sparse_step": 3, "mlp_only_layers": []}),
+    (
+        "qwen2_moe",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2, "layer_types": None},
+    ),
+    (
+        "qwen3_moe",
+        {
+            "norm_topk_prob": False, "attention_bias": True, "use_sliding_window": True, "sliding_window": 6,
+            "num_experts_per_tok": 3, "mlp_only_layers": [0], "decoder_sparse_step": 1, "tie_word_embeddings": True,
+        },
+    ),
 ]  # fmt: skip
 
 
@@ -185,7 +198,9 @@ def test_logit_rows_are_the_asked_ones() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_stays_close_to_transformers(family: str) -> None:
-    model = tiny_model(family).to(torch.bfloat16)
+    # A token near the border between two experts may go to either: all are chosen here.
+    changes = {"num_experts_per_tok": 4 if family == "mixtral" else 5} if family in EXPERT_FAMILIES else {}
+    model = tiny_model(family, **changes).to(torch.bfloat16)
     decoder = decoder_of(model)
     tokens = ids(2)
     running = session(decoder, 2)

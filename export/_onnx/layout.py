@@ -88,6 +88,7 @@ def check(spec: ModelSpec, runtime: str) -> None:
         UserError: One line: where, what was found, what is allowed.
     """
     spec.check_float_cache(runtime)
+    spec.refuse_experts(runtime, "eager")
     for index, layer in enumerate(spec.layers):
         owner = spec.layers[attends_to(spec, index)]
         if (owner.num_kv_heads, owner.head_dim) != (layer.num_kv_heads, layer.head_dim):

@@ -140,6 +140,7 @@ def check(spec: ModelSpec) -> None:
     Raises:
         UserError: One line: where, what was found, what is allowed.
     """
+    spec.refuse_experts("onnx_runtime", "eager")
     for index, layer in enumerate(spec.layers):
         if layer.head_dim % 8:
             raise UserError(f"onnx_runtime: layer {index} has heads of width {layer.head_dim}; allowed: multiples of 8")

@@ -81,11 +81,12 @@ def check(spec: ModelSpec) -> None:
     """Refuse what cannot be compiled.
 
     Raises:
-        UserError: A family that has no table, weights that are no integers, or inputs that are rounded.
+        UserError: A family that has no table, experts, weights that are no integers, or inputs that are rounded.
     """
     if spec.opaque_bytes is not None:
         raise UserError(f"export: {spec.family} is not a known family, torch_compile cannot lower it; allowed: eager")
     spec.check_float_cache("export: torch_compile")
+    spec.refuse_experts("torch_compile", "eager")
     for linear in spec.linears():
         if linear.quantization is not None and linear.quantization.format != "int":
             raise UserError(

@@ -124,6 +124,7 @@ class Awq(Stage):
     def _quantized(self, spec: ModelSpec) -> tuple[ModelSpec, list[Linear]]:
         """The table of the output, and the linears of the input that change."""
         spec.check_cache("awq")
+        spec.refuse_experts("awq", "rtn, hqq, gptq, rotate")
         linears = spec.match(self.targets)
         return spec.quantize({x.name: self._quantization() for x in linears}), linears
 

@@ -132,7 +132,7 @@ class KvCache(Stage):
         """Scales by stored name, and by that and `.error` what they do to keys and values; one layer in memory."""
         from safetensors.torch import load_file, save
 
-        from strop.calibration.capture import STEPS, Stream
+        from strop.calibration.capture import Stream, steps
 
         owners = [i for i, x in enumerate(spec.layers) if x.kv_from_layer is None]
         stream, found = Stream(folder, spec, ids), dict[str, "Tensor"]()
@@ -144,8 +144,8 @@ class KvCache(Stage):
                 write_atomically(kept, save({name: x.cpu().contiguous() for name, x in scales.items()}))
             if index in owners:
                 found |= load_file(kept)
-            for _, _, advance in STEPS if index < owners[-1] else ():
-                advance(stream)
+            for step in steps(spec.layers[index]) if index < owners[-1] else ():
+                step.advance(stream)
             stream.free_layer()
             context.progress("kv_cache", index + 1, owners[-1] + 1)
         return found

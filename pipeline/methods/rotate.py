@@ -37,7 +37,7 @@ LARGEST_POWER = 64
 NUMBERS_AT_ONCE = 2**17
 """Weights that are turned together: in float64 they stay in the processor's cache, however large a matrix is."""
 ATTENTION = ("qkv", "q", "k", "v")
-"""Roles that read the first norm; `gate_up`, `gate` and `up` read the second."""
+"""Roles that read the first norm; `gate_up`, `gate` and `up`, of experts too, read the second."""
 WRITERS = ("o", "down")
 """Roles that write the residual stream."""
 VALUES = ("qkv", "v", "o")
@@ -104,7 +104,7 @@ class Rotate(Stage):
     def _changed(self, spec: ModelSpec) -> list[Linear]:
         """The linears whose weights change."""
         if self._turns_residual:
-            return list(spec.linears())
+            return [*spec.linears(), *spec.gates()]
         return [x for layer in spec.layers for role, x in layer.linears.items() if role in VALUES]
 
     def _rotated(self, spec: ModelSpec) -> ModelSpec:
@@ -179,11 +179,12 @@ def _turned_layer(
     """What changes of one layer. The biases of linears that only read the residual stream stay as they are."""
     from strop.model import load_linear
 
-    for role, linear in layer.linears.items():
+    gates = {x.name.rpartition(".")[2]: x for x in layer.gates()}  # they read what `gate` and `up` of experts read
+    for role, linear in {**layer.linears, **gates}.items():
         across = head if role in VALUES else None
         if residual is None and across is None:
             continue
-        is_writer = role in WRITERS
+        is_writer = role.rpartition(".")[2] in WRITERS
         norm = layer.input_norm if role in ATTENTION else layer.mlp_norm
         gain = None if is_writer or residual is None else _gain(weights, norm)
         first = (layer.num_heads + layer.num_kv_heads) * layer.head_dim if role == "qkv" else 0

@@ -16,7 +16,7 @@ from strop.evals._work import weight_bytes, work
 from strop.export.eager import DecoderProgram, Eager
 from strop.export.onnx_runtime import OnnxRuntime
 from strop.export.torch_compile import layout as compiled
-from strop.families import FAMILIES
+from strop.families import EXPERT_FAMILIES, FAMILIES
 from strop.methods.rtn import Rtn
 from strop.model import read_spec
 from strop.program import Traits
@@ -92,12 +92,36 @@ def graph_bytes(folder: Path, cached: int, width: int) -> int:
     return total
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+DENSE = [x for x in FAMILIES if x not in EXPERT_FAMILIES]
+
+
+@pytest.mark.parametrize("family", DENSE)
 def test_an_eager_step_reads_the_tensors_of_its_decoder(family: str, tmp_path: Path) -> None:
     out, spec, traits = lowered(tiny_folder(tmp_path / "source", family), tmp_path / "eager", Eager())
     program: Any = Eager.load(out, traits)
     for cached, width in STEPS:
         assert work(spec, traits, cached, width).size_bytes == tensor_bytes(program, cached, width)
+
+
+@pytest.mark.parametrize("family", EXPERT_FAMILIES)
+def test_a_token_reads_the_experts_that_it_chooses(family: str, tmp_path: Path) -> None:
+    spec = read_spec(tiny_folder(tmp_path / "source", family))
+    traits = Traits("eager", "float32", 1, "cpu", 128, spec.vocab_size, takes_trees=True)
+    weights = flops = 0
+    for layer in spec.layers:
+        chosen = range(layer.moe.top_k) if layer.moe else ()
+        roles = [x for x in layer.linears if not x.startswith("experts.")]
+        roles += [f"experts.{i}.{part}" for i in chosen for part in ("gate", "up", "down")]
+        linears = [*(layer.linears[x] for x in roles), *layer.gates()]
+        weights += sum(4 * (x.in_features * x.out_features + x.has_bias * x.out_features) for x in linears)
+        flops += sum(2 * x.in_features * x.out_features for x in linears)
+    found = work(spec, traits, 3, 1)
+    assert found.read_bytes["linears"] == weights
+    assert found.flops_of["linears"] == flops
+    assert work(spec, traits, 3, 4).flops_of["linears"] == 4 * flops
+    everything = sum(x.size_bytes("float32") for x in (*list(spec.linears())[:-1], *spec.gates()))
+    assert weights < work(spec, traits, 3, 2).read_bytes["linears"] < everything
+    assert work(spec, traits, 3, 500).read_bytes["linears"] == everything
 
 
 def test_an_eager_program_of_packed_codes_reads_them_dequantized(tmp_path: Path) -> None:
@@ -124,7 +148,7 @@ def test_rounded_keys_and_values_are_read_as_codes(form: Any, keys: Any, tmp_pat
     assert work(spec, traits, 9, 2).read_bytes["keys_values"] == 4 * numbers
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DENSE)
 def test_an_onnx_step_reads_the_tensors_of_its_graph(family: str, tmp_path: Path) -> None:
     out, spec, traits = lowered(tiny_folder(tmp_path / "source", family), tmp_path / "onnx", OnnxRuntime())
     for cached, width in STEPS:
@@ -163,7 +187,7 @@ def test_packed_linears_of_other_shapes_are_counted_as_stored(family: str, tmp_p
     assert work(spec, traits, 6, 2).size_bytes == graph_bytes(out, 6, 2)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DENSE)
 def test_flops_are_those_of_a_slow_count(family: str, tmp_path: Path) -> None:
     spec = read_spec(tiny_folder(tmp_path / "source", family))
     for cached, width in STEPS:
