@@ -237,8 +237,9 @@ def _caches_table() -> list[str]:
 
 def holds_cache(runtime: str, cache: CacheQuantization) -> bool:
     """Whether a runtime, with its default fields, keeps keys and values as they are asked for."""
+    stage = plugin.find("export", runtime, Stage)()  # type: ignore[type-abstract]  # only its subclasses are made
     try:
-        plugin.find("export", runtime, Stage)().plan(replace(_example(FORMATS["bits: 4"]), kv_cache=cache), 0)
+        stage.plan(replace(_example(FORMATS["bits: 4"]), kv_cache=cache), 0)
     except UserError:
         return False
     return True

@@ -72,9 +72,10 @@ def test_each_cell_is_true(runtime: str, checkpoint: tuple[str, Artifact], sourc
     stage, spec = plugin.find("export", runtime, Stage)(), read_spec(artifact.path)
     said = catalog.support(runtime, catalog.FORMATS[text])
     if said is None:
-        with pytest.raises(UserError) as caught:
-            stage.support(spec)
-        assert "\n" not in str(caught.value)
+        for refuse in (lambda: stage.support(spec), lambda: stage.plan(spec, 0)):
+            with pytest.raises(UserError) as caught:
+                refuse()
+            assert "\n" not in str(caught.value)
         return
     assert stage.support(spec) == said
     if runtime not in RUNTIMES:
