@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from strop.artifact import Artifact, read_manifest
 from strop.evals._pairs import MOST_RERUNS, cores_for, cpu_share, object_to, stolen_share
-from strop.machine import describe_machine
+from strop.machine import processors
 from strop.metric import Estimate, MeasureContext
 from strop.statistics import Floats, paired_log_ratio
 from strop.worker import Laps
@@ -97,13 +97,11 @@ def widen(estimate: Estimate, copies: Estimate) -> Estimate:
 def circumstances(program: Artifact, context: MeasureContext) -> dict[str, Any]:
     """The part of a protocol that says on what, and with which kernels, times were measured."""
     traits = read_manifest(program.path).traits or {}
-    machine = describe_machine()
     return {
         "threads": context.threads,
         "cores": len(cores_for(context.threads) or ()),
         **{x: traits.get(x) for x in ("runtime", "dtype", "kernels")},
-        "cpu": machine["cpu"],
-        "isa": machine["isa"],
+        **processors(traits.get("device", "cpu")),
     }
 
 

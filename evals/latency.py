@@ -22,7 +22,7 @@ from strop.artifact import Artifact, read_manifest
 from strop.errors import UserError
 from strop.evals._pairs import Duel, Load, Pair, cores_for, warm_up
 from strop.evals._text import Window, cut, digest
-from strop.machine import describe_machine
+from strop.machine import processors
 from strop.metric import Direction, Estimate, Kind, MeasureContext, Measurement, Metric
 from strop.model import load_tokenizer
 from strop.statistics import (
@@ -179,7 +179,6 @@ class Latency(Metric):
 
     def _protocol(self, program: Artifact, windows: Sequence[Window], context: MeasureContext) -> dict[str, Any]:
         traits = read_manifest(program.path).traits or {}
-        machine = describe_machine()
         return {
             "text": self.text,
             "data_sha256": digest(windows),
@@ -190,8 +189,7 @@ class Latency(Metric):
             "runtime": traits.get("runtime"),
             "dtype": traits.get("dtype"),
             "kernels": traits.get("kernels"),
-            "cpu": machine["cpu"],
-            "isa": machine["isa"],
+            **processors(traits.get("device", "cpu")),
         }
 
 

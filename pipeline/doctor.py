@@ -36,6 +36,7 @@ def examine(store: Path) -> tuple[list[tuple[str, str]], list[str]]:
         ("processor", f"{machine['cpu']}, {' '.join(machine['isa']) or 'no known instruction sets'}"),
         ("cores", f"{machine['cores']} usable{_thread_settings()}"),
         ("memory", show(machine["memory_bytes"], "bytes")),
+        ("GPU", ", ".join(machine.get("gpus", ())) or "none of NVIDIA's, or no driver"),
         ("store", _store(store)),
         ("C++ compiler", _compiler()),
         *((f"extra {name}", text) for name, text in _extras()),

@@ -24,7 +24,17 @@ FLAGS = (
     "sve",
 )
 """Instruction sets that kernels choose by."""
-LIBRARIES = ("torch", "transformers", "onnxruntime", "onnxruntime-gpu", "numpy", "compressed-tensors", "safetensors")
+LIBRARIES = (
+    "torch",
+    "transformers",
+    "onnxruntime",
+    "onnxruntime-gpu",
+    "tensorrt",
+    "tensorrt-rtx-cu12",
+    "numpy",
+    "compressed-tensors",
+    "safetensors",
+)
 
 CUDA_DRIVER = "libcuda.so.1"
 CAPABILITY_MAJOR, CAPABILITY_MINOR = 75, 76
@@ -44,16 +54,29 @@ class Gpu:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Processor, instruction sets, usable cores, memory in bytes, system, Python and library versions."""
+    """Processor, instruction sets, usable cores, memory in bytes, GPUs if any, system, Python and library versions."""
+    found_gpus = [f"{x.name} of {x.compute_capability}" for x in gpus()]
     return {
         "cpu": _cpu_facts().get("model name") or platform.processor() or platform.machine(),
         "isa": instruction_sets(),
         "cores": usable_cores(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        **({"gpus": found_gpus} if found_gpus else {}),
         "os": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
         "libraries": {name: found for name in LIBRARIES if (found := _version(name))},
     }
+
+
+def processors(device: str) -> dict[str, Any]:
+    """What a program of a device computes on, for the fingerprint of its speed.
+
+    Args:
+        device: `cpu` or `cuda`: then the first GPU too.
+    """
+    machine = describe_machine()
+    found = {"cpu": machine["cpu"], "isa": machine["isa"]}
+    return found if device == "cpu" else {**found, "gpu": machine.get("gpus", [None])[0]}
 
 
 def instruction_sets() -> list[str]:
