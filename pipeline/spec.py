@@ -586,6 +586,13 @@ def _check_mix(spec: ModelSpec) -> None:
         raise UserError(
             f"format {theirs[0]}: a checkpoint of bitsandbytes holds one format, found {other} of {found[other]} too"
         )
+    experts = (x for layer in spec.layers for role, x in layer.linears.items() if role.startswith(CHOSEN))
+    for linear in experts if theirs else ():
+        if linear.quantization is not None:
+            raise UserError(
+                f"format {theirs[0]}: {linear.name} is of an expert, which transformers does not open in it; allowed: "
+                "targets without experts, or another format"
+            )
     head = spec.head.quantization
     if head is not None and head.format in BITSANDBYTES and spec.is_tied:
         raise UserError(

@@ -212,6 +212,26 @@ def test_bitsandbytes_holds_one_format(tmp_path: Path) -> None:
         Rtn.model_validate({"format": "nf4", "targets": ["lm_head"]}).plan(read_spec(source), 0)
 
 
+def test_experts_are_stored_in_formats_too_but_not_for_bitsandbytes(tmp_path: Path) -> None:
+    source = tiny_folder(tmp_path / "source", "mixtral", **WIDTHS)
+    for fields in FIELDS:
+        if fields["format"] in THEIRS:
+            with pytest.raises(
+                UserError, match=r"experts\.0.* is of an expert, which transformers does not open in it"
+            ):
+                Rtn.model_validate(fields).plan(read_spec(source), 0)
+            continue
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        spec = rounded(source, folder, fields)
+        assert {x.quantization for x in spec.match(None)} == {spec.layers[0].linears["experts.0.up"].quantization}
+        check_checkpoint(Artifact(folder, "checkpoint", KEY), manifested(source))
+        if fields == {"format": "fp8"}:
+            torch.testing.assert_close(opened_logits(folder), eager_logits(folder), atol=5e-5, rtol=1e-5)
+    notes = Rtn(format="nvfp4").plan(read_spec(source), 0).notes
+    assert notes == Gptq(format="nvfp4").plan(read_spec(source), 96).notes
+    assert "experts in nvfp4 are for vLLM" in notes[0]
+
+
 @pytest.mark.parametrize("fields", [x for x in FIELDS if x["format"] not in THEIRS], ids=str)
 def test_a_tied_head_is_the_embedding_too(fields: dict[str, Any], tmp_path: Path) -> None:
     source = tiny_folder(tmp_path / "source", **WIDTHS)

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
 from strop.errors import UserError
-from strop.spec import FIXED_FORMATS, Activations, Linear, NumberFormat, Quantization
+from strop.spec import CHOSEN, FIXED_FORMATS, Activations, Linear, ModelSpec, NumberFormat, Quantization
 
 
 class Fields(Protocol):
@@ -104,6 +104,16 @@ def _merged(stage: OverriddenFields, override: Override) -> Override:
         own = Override.model_fields.keys() & stage.model_fields_set
         given = {"format": stage.format, **{x: getattr(stage, x) for x in own}, **given}
     return Override.model_validate(given)
+
+
+def notes(spec: ModelSpec) -> tuple[str, ...]:
+    """What `check` says of a table's formats."""
+    linears = [(role, x.quantization) for layer in spec.layers for role, x in layer.linears.items()]
+    if any(q is not None and q.format == "nvfp4" and role.startswith(CHOSEN) for role, q in linears):
+        return (
+            "experts in nvfp4 are for vLLM: transformers 5.24 opens them without their global scale, as other weights",
+        )
+    return ()
 
 
 def quantization(fields: Fields) -> Quantization:

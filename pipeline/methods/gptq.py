@@ -20,7 +20,7 @@ from pydantic import Field
 
 from strop.artifact import Artifact, write_atomically
 from strop.errors import UserError
-from strop.methods._formats import Override, quantizations
+from strop.methods._formats import Override, notes, quantizations
 from strop.spec import Activations, Linear, ModelSpec, NumberFormat, Quantization
 from strop.stage import GFLOPS_PER_THREAD, Context, Plan, Stage
 
@@ -103,6 +103,7 @@ class Gptq(Stage):
             size_bytes=result.size_bytes(),
             memory_bytes=4 * int((1 + followed) * tokens * (spec.hidden_size + widest) + 2 * block + 8 * widest**2),
             seconds=(tokens * (forward + hessians) + solving) / (2 * GFLOPS_PER_THREAD * 1e9),
+            notes=notes(result),
         )
 
     def run(self, source: Artifact, out: Path, context: Context) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from strop.artifact import Artifact
 from strop.errors import UserError
-from strop.methods._formats import Override, quantizations
+from strop.methods._formats import Override, notes, quantizations
 from strop.spec import Linear, ModelSpec, NumberFormat
 from strop.stage import GFLOPS_PER_THREAD, Context, Plan, Stage
 
@@ -64,6 +64,7 @@ class Rtn(Stage):
             size_bytes=result.size_bytes(),
             memory_bytes=6 * 4 * max(weights),  # W, its groups, the quotients, codes and words of one linear
             seconds=OPERATIONS_PER_WEIGHT * sum(weights) / (GFLOPS_PER_THREAD * 1e9),
+            notes=notes(result),
         )
 
     def run(self, source: Artifact, out: Path, context: Context) -> dict[str, Any]:
