@@ -48,8 +48,10 @@ SCALE_RATE = 0.1
 """How fast a scale's multiplier moves, compared with V. All weights of its group move with it."""
 REACH = 0.5
 """V stays within it: a weight takes one of the two codes next to it."""
-PREPARED_TOKENS = 2**14
+PREPARED_TOKENS = 2**15
 """Tokens that H and C are computed from."""
+START = 0.4
+"""Largest distance of a weight to its first code, in steps: at 0.5 the smallest V would take another code."""
 DAMPING = 0.01
 """Added to H's diagonal, as a part of the diagonal's mean."""
 CACHED_WEIGHTS = 2**16
@@ -67,7 +69,7 @@ class AutoRound(Stage):
         iterations: Steps per block, each over 1024 tokens. So many samples are used that each is seen about three
             times, and the others are left out: at 50 iterations 34 of 512 tokens are used.
         drift_correction: How much of the inputs' drift away from the unquantized model's is made good before anything
-            is learned, as in gptq; 0: weights start from where they are.
+            is learned, as in gptq.
     """
 
     needs_calibration: ClassVar[bool] = True
@@ -163,25 +165,33 @@ class AutoRound(Stage):
         return spec.quantize({x.name: self._quantization() for x in linears}), linears
 
     def _start(self, group: Group, linears: Sequence[Linear]) -> dict[str, Rounding]:
-        """Move linears that share their inputs to make the drift of these good, and round them to nearest, in place.
+        """Quantize linears that share their inputs as gptq does, in place, for learning to go on from there.
 
         Raises:
             UserError: The inputs are not finite.
         """
         from strop.calibration.capture import drift, hessian
-        from strop.numerics import search_scales
+        from strop.methods.gptq import choose_codes, correct_drift
+        from strop.numerics import quantize, search_scales
 
-        h, c = hessian(group.inputs()), drift(group.pairs())
+        h = hessian(group.inputs())
         if not bool(h.isfinite().all()):
             place = ", ".join(x.name for x in linears)
             raise UserError(f"autoround: {place}: the inputs are not finite on the calibration text")
+        c = drift(group.pairs()) * self.drift_correction if self.drift_correction else None
+        order = h.diagonal().argsort(descending=True, stable=True)
+        factor = damped_factor(h[order][:, order])
         found = {}
         for linear in linears:
             weight = group.weights[linear.name].clone()
-            if self.drift_correction:
-                weight = without_drift(weight, h, self.drift_correction * c)
+            if factor is not None and c is not None:
+                weight = correct_drift(weight, c, factor, order)
             scale, zero = search_scales(weight, self._quantization(), h.diagonal())
-            found[linear.name] = Rounding(weight, scale, zero, self.bits)
+            if factor is None:
+                codes = quantize(weight, scale, zero, self.bits)
+            else:
+                codes = choose_codes(weight, factor, scale, zero, self.bits, order)
+            found[linear.name] = Rounding(near_codes(weight, codes, scale, zero), scale, zero, self.bits)
             group.weights[linear.name].copy_(found[linear.name].weight_now())
         return found
 
@@ -313,18 +323,36 @@ class Rounding:
         return u.add_(self.offset[rows]).round_().clamp_(self._lowest, self._highest)
 
 
-def without_drift(weight: Tensor, hessian: Tensor, drift: Tensor) -> Tensor:
-    """`gptq.correct_drift`, with as much damping as it takes; W itself (out, in) where no damping is enough."""
-    import torch
-
-    from strop.methods.gptq import MOST_DAMPING, correct_drift, inverse_factor
+def damped_factor(hessian: Tensor) -> Tensor | None:
+    """`gptq.inverse_factor` of H (in, in), with as much damping as it takes; None where no damping is enough."""
+    from strop.methods.gptq import MOST_DAMPING, inverse_factor
 
     damping = DAMPING
     while damping <= MOST_DAMPING:
         if (factor := inverse_factor(hessian, damping)) is not None:
-            return correct_drift(weight, drift, factor, torch.arange(len(hessian)))
+            return factor
         damping *= 10
-    return weight
+    return None
+
+
+def near_codes(weight: Tensor, codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """The weight nearest to W among those within `START` steps of what codes stand for.
+
+    Rounded to nearest it gives the codes, and it is the nearer to another code the more W is on that side.
+
+    Args:
+        weight: W (out, in), float32.
+        codes: Q (out, in), int8.
+        scale: s (out, groups), float32.
+        zero: z (out, groups), int8.
+
+    Returns:
+        (out, in), float32.
+    """
+    q, s = codes.float().view(*scale.shape, -1), scale[..., None]
+    given = (q - zero[..., None]) * s
+    steps = (weight.view_as(given) - given).div_(s).clamp_(-START, START)
+    return given.addcmul_(steps, s).flatten(1)
 
 
 def output_gradient(y: Tensor, target: Tensor, sensitivity: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import signal
@@ -19,7 +20,6 @@ from torch import Tensor
 
 from strop import numerics
 from strop.artifact import Artifact, hash_file, list_files
-from strop.calibration.capture import drift, hessian
 from strop.errors import UserError
 from strop.methods import autoround
 from strop.methods.autoround import (
@@ -27,9 +27,10 @@ from strop.methods.autoround import (
     AutoRound,
     Rounding,
     batches,
+    damped_factor,
+    near_codes,
     output_gradient,
     plainer,
-    without_drift,
 )
 from strop.model import Weights, load_linear, load_packed, read_spec
 from strop.spec import Quantization
@@ -136,19 +137,28 @@ def test_each_sample_comes_once_before_any_comes_again() -> None:
     assert order[:7] != order[7:14]
 
 
-def test_moved_weights_are_those_of_least_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autoround, "DAMPING", 1e-9)
-    generator = torch.Generator().manual_seed(0)
-    weight, x0, noise = (torch.randn(*shape, generator=generator) for shape in ((5, 7), (90, 7), (90, 7)))
-    x = x0 + 0.5 * noise
-    found = without_drift(weight, hessian([x]), drift([(x0, x)]))
-    slow = torch.linalg.lstsq(x.double(), (x0 @ weight.T).double()).solution.T
-    torch.testing.assert_close(found.double(), slow, rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize(("bits", "group_size", "symmetric", "width"), FORMS)
+def test_learning_starts_from_the_given_codes_on_the_side_of_the_weight(
+    bits: int, group_size: int | None, symmetric: bool, width: int
+) -> None:
+    weight, scale, zero = problem(13, width, Quantization(bits, group_size, symmetric))
+    lowest, highest = numerics.code_range(bits)
+    nearest = numerics.quantize(weight, scale, zero, bits)
+    moved = nearest + torch.randint(-2, 3, nearest.shape, generator=torch.Generator().manual_seed(3), dtype=torch.int8)
+    codes = moved.clamp(lowest, highest)
+    start = near_codes(weight, codes, scale, zero)
+    assert torch.equal(Rounding(start, scale, zero, bits).solution()["codes"], codes)
+    for row, column in itertools.product(range(13), range(width)):
+        group = column // (width // scale.shape[1])
+        s, z = float(scale[row, group]), int(zero[row, group])
+        steps = float(weight[row, column]) / s + z - int(codes[row, column])
+        expected = (int(codes[row, column]) + max(-0.4, min(0.4, steps)) - z) * s
+        assert float(start[row, column]) == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
-def test_without_any_inputs_weights_stay() -> None:
-    weight = torch.randn(5, 7)
-    assert torch.equal(without_drift(weight, torch.zeros(7, 7), torch.zeros(7, 7)), weight)
+def test_without_any_inputs_there_is_no_factor() -> None:
+    assert damped_factor(torch.zeros(7, 7)) is None
+    assert damped_factor(torch.eye(7)) is not None
 
 
 # The stage.
