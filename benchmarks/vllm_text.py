@@ -2,8 +2,8 @@
 
     python benchmarks/vllm_text.py CHECKPOINT VLLM_PYTHON [--dtype float32] [--num-tokens 32]
 
-    python benchmarks/vllm_text.py CHECKPOINT VLLM_PYTHON [--dtype float32] [--num-tokens 32]
-the difference of strop's two largest logits says whether it was a tie that rounding decides. Results: `formats.md`.
+CHECKPOINT is a folder that a stage wrote; vLLM opens it as it is. strop computes with it dequantized. Where texts part,
+the lead of strop's largest logit over the next says whether it was a tie that rounding decides.
 """
 
 from __future__ import annotations
