@@ -25,11 +25,12 @@ from strop.export.gguf import Gguf
 from strop.export.onnx_runtime import OnnxRuntime
 from strop.export.torch_compile import TorchCompile
 from strop.families import EXPERT_FAMILIES, build_spec
-from strop.methods import gptq
+from strop.methods._experts import LEAST_TOKENS, SHOWN_EXPERTS
 from strop.methods.autoround import AutoRound
 from strop.methods.awq import Awq
 from strop.methods.gptq import Gptq
 from strop.methods.hqq import Hqq
+from strop.methods.kv_cache import KvCache
 from strop.methods.mixed_precision import MixedPrecision
 from strop.methods.rotate import Rotate
 from strop.methods.rtn import Rtn
@@ -191,7 +192,13 @@ def test_greedy_text_is_that_of_transformers(family: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("stage", "family"),
-    [(Rtn(group_size=16), "mixtral"), (Hqq(group_size=16), "qwen3_moe"), (Gptq(group_size=16), "qwen2_moe")],
+    [
+        (Rtn(group_size=16), "mixtral"),
+        (Hqq(group_size=16), "qwen3_moe"),
+        (Gptq(group_size=16), "qwen2_moe"),
+        (Awq(group_size=16), "qwen2_moe"),
+        (Awq(group_size=16, symmetric=False), "mixtral"),
+    ],
 )
 def test_every_expert_is_quantized(stage: Stage, family: str, tmp_path: Path) -> None:
     source = unreached_folder(tmp_path / "source", family)
@@ -297,7 +304,7 @@ def test_the_line_about_experts_names_only_some_of_many(tmp_path: Path, caplog: 
         Gptq(group_size=16).run(source, out, Context(scratch=scratch, threads=1, calibration=scratch / "tokens.npy"))
     (line,) = [x.getMessage() for x in caplog.records]
     assert "12 of 12 experts" in line
-    assert line.endswith(f"and {12 - gptq.SHOWN_EXPERTS} more, see the report")
+    assert line.endswith(f"and {12 - SHOWN_EXPERTS} more, see the report")
 
 
 @pytest.mark.parametrize("family", EXPERT_FAMILIES)
@@ -310,7 +317,7 @@ def test_gptq_of_an_expert_is_gptq_on_exactly_its_tokens(family: str, tmp_path: 
     made = run(stage, source, tmp_path / "out")
     inputs = tokens_of_expert(family, index, expert)
     assert made["report"]["expert_tokens"] == {name: len(inputs)}
-    assert len(inputs) > gptq.LEAST_TOKENS
+    assert len(inputs) > LEAST_TOKENS
     with Weights(source.path) as before, Weights(tmp_path / "out") as after:
         dense = {}
         for role in ("gate", "up", "down"):
@@ -399,6 +406,50 @@ def test_the_model_stays_closer_to_its_parent_than_with_rounding(tmp_path: Path)
 
 
 @pytest.mark.parametrize("family", EXPERT_FAMILIES)
+def test_awq_scales_what_goes_into_down_and_the_model_computes_the_same(family: str, tmp_path: Path) -> None:
+    source = moe_folder(tmp_path / "source", family)
+    report = run(Awq(bits=8, group_size=16), source, tmp_path / "out")["report"]
+    spec = read_spec(source.path)
+    for _, layer in expert_layers(spec):
+        for role, linear in layer.linears.items():
+            if "." in role:
+                why = report["unscaled"].get(linear.name)
+                assert why == (None if role.endswith(".down") else "the router and other experts read it too")
+    assert any(x > 0 for name, x in report["exponent"].items() if ".experts." in name)
+    found, expected = (logits_of(load_decoder(x)) for x in (tmp_path / "out", source.path))
+    differs = (found - expected).abs().amax(-1) > 0.05 * float(expected.abs().max())
+    assert float(differs.float().mean()) < 0.05, "but where a token is sent to another expert"
+    total = sum(SAMPLES * LENGTH * layer.moe.top_k for _, layer in expert_layers(spec) if layer.moe)
+    assert sum(report["expert_tokens"].values()) == total
+
+
+def test_awq_names_experts_that_no_token_reaches(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = unreached_folder(tmp_path / "source", "qwen3_moe")
+    with caplog.at_level(logging.WARNING):
+        report = run(Awq(group_size=16), source, tmp_path / "out")["report"]
+    (name,) = [prefix(layer, 0) for _, layer in expert_layers(read_spec(source.path))]
+    assert report["rounded_to_nearest"] == [name]
+    assert report["without_inputs"] == []
+    (line,) = [x.getMessage() for x in caplog.records]
+    assert line.startswith(f"awq: 1 of 5 experts are reached by fewer than {LEAST_TOKENS} calibration tokens")
+    assert line.endswith(f"{name} (0)")
+    with Weights(source.path) as before, Weights(tmp_path / "out") as after:
+        for new in read_spec(tmp_path / "out").match([f"{name}.*"]):
+            old = next(x for x in read_spec(source.path).linears() if x.name == new.name)
+            expected, _ = find_scales(load_linear(before, old), Quantization(4, 16, True))
+            assert torch.equal(load_packed(after, new)[1], expected)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
+def test_a_cache_can_be_rounded(family: str, tmp_path: Path) -> None:
+    source = moe_folder(tmp_path / "source", family)
+    made = run(KvCache(), source, tmp_path / "out")
+    check_checkpoint(finished(tmp_path / "out", made, KvCache()), source)
+    assert made["spec"].kv_cache is not None
+    assert len(made["report"]["relative_error"]) >= len(made["spec"].layers)
+
+
+@pytest.mark.parametrize("family", EXPERT_FAMILIES)
 def test_a_rotated_model_computes_the_same(family: str, tmp_path: Path) -> None:
     source = moe_folder(tmp_path / "source", family)
     run(Rotate(), source, tmp_path / "out")
@@ -412,10 +463,12 @@ def test_a_rotated_model_computes_the_same(family: str, tmp_path: Path) -> None:
 # Refusals and `check`.
 
 
-@pytest.mark.parametrize("stage", [Awq(), SmoothQuant(), AutoRound(), MixedPrecision(average_bits=4)])
+@pytest.mark.parametrize("stage", [SmoothQuant(), AutoRound(), MixedPrecision(average_bits=4)])
 def test_methods_that_do_not_take_experts_say_so(stage: Stage) -> None:
     spec = decoder_of(tiny_model("qwen3_moe")).spec
-    with pytest.raises(UserError, match=r"^\w+: layer 1 of this qwen3_moe has 5 experts, .*; allowed: rtn, hqq, gptq"):
+    with pytest.raises(
+        UserError, match=r"^\w+: layer 1 of this qwen3_moe has 5 experts, .*; allowed: rtn, hqq, gptq, awq"
+    ):
         stage.plan(spec, 100)
 
 

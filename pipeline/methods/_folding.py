@@ -108,12 +108,16 @@ def find_fold(spec: ModelSpec, index: int, readers: Sequence[Linear]) -> Fold | 
         return "the head is tied to the embedding" if spec.is_tied else Fold(spec.final_norm, spec.hidden_size)
     layer = spec.layers[index]
     role = next(role for role, x in layer.linears.items() if x.name == readers[0].name)
+    expert, dot, part = role.rpartition(".")
     if role == "o":
         return _fold_into_values(spec, index)
-    if role == "down":
+    if part == "down":
         if not layer.is_gated:
             return "it comes from an activation, which no scale passes through"
-        return _fold_into_last_rows(layer.linears, ("gate_up", "up"), layer.intermediate_size)
+        roles = (f"{expert}{dot}gate_up", f"{expert}{dot}up")
+        return _fold_into_last_rows(layer.linears, roles, readers[0].in_features)
+    if expert:
+        return "the router and other experts read it too"
     return Fold(layer.input_norm if role in ("qkv", "q") else layer.mlp_norm, spec.hidden_size)
 
 

@@ -23,6 +23,7 @@ from pydantic import Field
 
 from strop.artifact import Artifact
 from strop.errors import UserError
+from strop.methods._experts import is_learned, report_experts
 from strop.methods._folding import (
     Factors,
     Fold,
@@ -51,6 +52,8 @@ PATIENCE = 2
 """Exponents in a row that are no better than the best before, and the search ends."""
 QUIETEST = 1e-3
 """Part of the mean magnitude that quieter inputs are taken to have: other text may wake them."""
+NO_EXPERT = -1
+"""Kept in the place of a number of tokens."""
 SEARCH_OPERATIONS = 70_000
 """For each weight: some five exponents times thirty scales, memory-bound; counted as operations."""
 
@@ -78,10 +81,11 @@ class Awq(Stage):
         tokens = num_calibration_tokens
         inside = [x for layer in spec.layers for x in layer.linears.values()]
         widest = max(x.in_features for x in inside)
-        forward = sum(2 * x.in_features * x.out_features for x in inside)
-        hessians = sum(x.in_features**2 for x in linears) / 2  # about two linears share an input
+        share = {x.name: layer.token_share(role) for layer in spec.layers for role, x in layer.linears.items()}
+        forward = sum(2 * share[x.name] * x.in_features * x.out_features for x in inside)
+        hessians = sum(share.get(x.name, 1.0) * x.in_features**2 for x in linears) / 2  # about two share an input
         searching = sum((SEARCH_OPERATIONS + 10 * x.in_features) * x.in_features * x.out_features for x in linears)
-        block = sum(x.in_features * x.out_features for x in spec.layers[0].linears.values())
+        block = max(sum(x.in_features * x.out_features for x in layer.linears.values()) for layer in spec.layers)
         return Plan(
             spec=result,
             size_bytes=result.size_bytes(),
@@ -124,7 +128,6 @@ class Awq(Stage):
     def _quantized(self, spec: ModelSpec) -> tuple[ModelSpec, list[Linear]]:
         """The table of the output, and the linears of the input that change."""
         spec.check_cache("awq")
-        spec.refuse_experts("awq", "rtn, hqq, gptq, rotate")
         linears = spec.match(self.targets)
         return spec.quantize({x.name: self._quantization() for x in linears}), linears
 
@@ -149,8 +152,8 @@ class Awq(Stage):
         """Scales of the inputs, then codes of each linear.
 
         Returns:
-            `scales` (see `Site.spread`), `exponent`, `energy` of the inputs, and by linear `codes`, `scale`, `zero` and
-            `error`, the energy of the outputs' error by that of the outputs.
+            `scales` (see `Site.spread`), `exponent`, `energy` of the inputs, `tokens` that reach an expert, by linear
+            `codes`, `scale`, `zero` and `error`, the energy of the outputs' error by that of the outputs.
 
         Raises:
             UserError: The inputs are not finite.
@@ -161,18 +164,21 @@ class Awq(Stage):
         from strop.numerics import dequantize
 
         place = ", ".join(x.name for x in site.chosen)
-        h = hessian(group.inputs())
+        width = site.chosen[0].in_features
+        h = hessian(group.inputs()) if is_learned(group) else group.weights[site.chosen[0].name].new_zeros(width, width)
         if not bool(h.isfinite().all()):
             raise UserError(f"awq: {place}: the inputs are not finite on the calibration text")
         energy = h.diagonal().sum()
         tried: Iterable[tuple[float, Tensor]] = [(0.0, h.new_ones(site.num_scales))]
         if not bool(energy > 0):
-            log.warning("awq: %s: no input on the calibration text, rounded to nearest", place)
+            if is_learned(group):
+                log.warning("awq: %s: no input on the calibration text, rounded to nearest", place)
         elif isinstance(site.fold, Fold):
             tried = ((x, storable(folder, site.fold, scales)) for x, scales in candidates(h, site.fold))
         weight = torch.cat([group.weights[x.name] for x in site.chosen])
         best = search(weight, h, self._quantization(), ((x, scales, site.spread(scales)) for x, scales in tried))
         found = {"scales": best.scales, "exponent": torch.tensor(best.exponent), "energy": energy}
+        found["tokens"] = torch.tensor(group.num_tokens if group.expert else NO_EXPERT)
         start = 0
         for linear in site.chosen:
             rows = slice(start, start + linear.out_features)
@@ -301,14 +307,17 @@ def blocks(hessian: Tensor, group_size: int | None) -> Tensor:
 def _report(sites: Iterable[Site], scratch: Path) -> dict[str, Any]:
     """What each linear lost, how its input was scaled, or why not."""
     report: dict[str, Any] = {"relative_error": {}, "exponent": {}, "unscaled": {}, "without_inputs": []}
+    tokens: dict[str, int] = {}
     for site in sites:
         path = kept_path(scratch, site)
+        count = int(read_kept(path, "tokens"))
+        tokens |= {x.name.rpartition(".")[0]: count for x in site.chosen if count != NO_EXPERT}
         for name in (x.name for x in site.chosen):
             report["relative_error"][name] = round(float(read_kept(path, f"{name}.error")), 6)
             if not bool(read_kept(path, "energy") > 0):
-                report["without_inputs"].append(name)
+                report["without_inputs"] += [name] if count == NO_EXPERT else []
             elif isinstance(site.fold, Fold):
                 report["exponent"][name] = round(float(read_kept(path, "exponent")), 2)
             if isinstance(site.fold, str):
                 report["unscaled"][name] = site.fold
-    return report
+    return report | report_experts("awq", tokens)

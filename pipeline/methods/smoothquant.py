@@ -120,7 +120,7 @@ class SmoothQuant(Stage):
     def _result(self, spec: ModelSpec) -> tuple[ModelSpec, list[Linear]]:
         """The table of the output, and the linears of the input whose inputs are scaled."""
         spec.check_cache("smoothquant")
-        spec.refuse_experts("smoothquant", "rtn, hqq, gptq, rotate")
+        spec.refuse_experts("smoothquant", "rtn, hqq, gptq, awq, rotate")
         linears = spec.match(self.targets)
         if self.activations is None:
             return spec, linears
