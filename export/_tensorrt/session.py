@@ -75,6 +75,8 @@ class EngineProgram(Program):
         self.dtype: torch.dtype = getattr(torch, traits.dtype)
         self.owners = [i for i, x in enumerate(spec.layers) if x.kv_from_layer is None]
         self.contexts = [self._context(profile) for profile in range(len(PROFILES))]
+        self.bound: list[tuple[int, ...]] = [()] * len(PROFILES)
+        """Rows and addresses of the cache that each context was last given: it is given anew only where they differ."""
 
     def _context(self, profile: int) -> ExecutionContext:
         context = self.engine.create_execution_context()
@@ -159,14 +161,17 @@ class EngineProgram(Program):
         }
         # An engine reads addresses, and slices of numpy's keep their strides when torch copies them.
         inputs = {name: torch.tensor(np.ascontiguousarray(x), device=self.device) for name, x in arrays.items()}
-        inputs |= {f"past_{name}": tensor for name, tensor in fixed.items()}
         logits = torch.empty((*rows.shape, self.traits.vocab_size), dtype=torch.float32, device=self.device)
-        context = self.contexts[profile]
+        context, outputs = self.contexts[profile], {"logits": logits}
+        place = (batch, *(x.data_ptr() for x in fixed.values()))
+        if self.bound[profile] != place:
+            # New keys and values are written where the old ones lie: input and output are one buffer.
+            inputs, outputs = inputs | {f"past_{name}": x for name, x in fixed.items()}, outputs | fixed
         for name, tensor in inputs.items():
             _require(context.set_input_shape(name, tuple(tensor.shape)), f"shape {list(tensor.shape)} of {name}")
-        # New keys and values are written where the old ones lie: input and output are one buffer.
-        for name, tensor in {**inputs, **fixed, "logits": logits}.items():
+        for name, tensor in {**inputs, **outputs}.items():
             _require(context.set_tensor_address(name, tensor.data_ptr()), f"address of {name}")
+        self.bound[profile] = place
         _require(context.execute_async_v3(self.stream), f"a step of {width} tokens under profile {PROFILES[profile]}")
         found: Logits = logits.cpu().numpy()  # waits for the run, so its inputs live until then
         return found

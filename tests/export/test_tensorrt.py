@@ -126,7 +126,10 @@ def test_trees_forks_and_kept_paths_agree_with_the_decoder(tmp_path: Path, build
         logits = [session.step(random_ids(2, 7, seed=1), tree=tree, logits="all").copy()]
         session.keep([[0, 2, 4], [5]])
         twin = session.fork()
-        logits += [x.step(random_ids(2, 3, seed=2), logits="all").copy() for x in (session, twin)]
+        for seed in (2, 3):  # both go on in turn, each with a cache of its own
+            logits += [
+                x.step(random_ids(2, 3, seed=seed + i), logits="all").copy() for i, x in enumerate((session, twin))
+            ]
         found.append(logits)
     for ours, theirs in zip(*found, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
