@@ -282,14 +282,20 @@ class Stream:
             self._take(self.layer.attention(x, rotary, attend))
 
     def keys_values(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Queries, keys and values of the block, each (B, heads, T, D), after norms and rope."""
+        """Queries, keys and values of the block, each (B, heads, T, D), after norms and rope.
+
+        Rope turns them to places all over the model's context, not to those that they were computed at: what turns
+        slowly would show only a part of its range in a short sample.
+        """
         taken: list[Tensor] = []
 
         def take(q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
             taken.extend(x for x in (q, k, v) if x is not None)
             return q
 
-        rotary, _ = self.decoder.whole(self._index, self.positions, {})
+        length = self.positions.shape[1]
+        places = self.positions * max(1, self.spec.max_positions // length)
+        rotary, _ = self.decoder.whole(self._index, places, {})
         for x in self.chunks:
             taken.clear()
             self.layer.attention(x, rotary, take)

@@ -2,9 +2,10 @@
 
 The format is that of compressed-tensors and vLLM: symmetric with static scales, int8, int4 or E4M3 floats. Channels of
 keys can have scales of their own, because some are loud in every token (Liu et al. 2024, KIVI, arXiv 2402.02750). Keys
-are rounded as they are cached, after rope. Beyond them: a scale may be smaller than the largest value asks for; that of
-keys by the error of attention's scores, where a channel counts by the energy of the queries that it meets. Leaves out
-zero points, and recent tokens kept as they are: no engine here runs them.
+are rounded as they are cached, after rope. Their scales are found with keys turned to places all over the context: in a
+short sample a channel that turns slowly shows only a part of its range. Beyond that, a scale may be smaller than the
+largest value asks for; that of keys by the error of attention's scores, where a channel counts by the energy of the
+queries that it meets. Leaves out zero points, and recent tokens kept as they are: no engine here runs them.
 
 Legend: q queries, k keys, v values (B, N, T, D); N heads, of queries their groups' sums; s scales (N or 1, 1, D or 1).
 """

@@ -27,7 +27,7 @@ from strop.methods.rtn import Rtn
 from strop.methods.smoothquant import SmoothQuant
 from strop.model import read_spec, save_checkpoint
 from strop.program import Session
-from strop.spec import CacheQuantization, ModelSpec, Quantization
+from strop.spec import CacheQuantization, LayerSpec, ModelSpec, Quantization
 from strop.stage import Context, Stage
 
 KEY = "0" * 64
@@ -77,6 +77,18 @@ def transformers_cache(folder: Path, ids: Any) -> list[tuple[torch.Tensor, torch
     return [(x.keys, x.values) for x in cache.layers]
 
 
+def turned(keys: torch.Tensor, layer: LayerSpec, context: int) -> torch.Tensor:
+    """Cached keys (B, N, T, D) turned on by rope from their places to places all over the context."""
+    if layer.rope is None:
+        return keys
+    places = torch.arange(keys.shape[2])
+    further = places * (context // len(places)) - places
+    half = len(layer.rope.inv_freq)
+    pairs = torch.complex(keys[..., :half].double(), keys[..., half : 2 * half].double())
+    pairs = pairs * torch.exp(1j * further[:, None] * torch.tensor(layer.rope.inv_freq, dtype=torch.float64))
+    return torch.cat((pairs.real.float(), pairs.imag.float(), keys[..., 2 * half :]), -1)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "phi3"])
 def test_scales_follow_from_the_largest_value_in_the_cache_of_transformers(
     family: str, tmp_path: Path, tokens: Path
@@ -86,6 +98,7 @@ def test_scales_follow_from_the_largest_value_in_the_cache_of_transformers(
     out = run(KvCache(format="int8", keys="channel", values="head", clip=False), source, tmp_path / "out", tokens)
     stored, spec = load_file(out / "model.safetensors"), read_spec(source)
     for layer, (keys, values) in zip(spec.layers, transformers_cache(source, np.load(tokens)), strict=True):
+        keys = turned(keys, layer, spec.max_positions)
         for part, largest in (
             ("k", keys.abs().amax((0, 2))[:, None]),
             ("v", values.abs().amax((0, 2, 3))[:, None, None]),
