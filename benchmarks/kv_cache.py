@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from strop.calibration.capture import STEPS, Stream
+from strop.calibration.capture import Stream, steps
 from strop.calibration.text import documents
 from strop.calibration.tokens import windows
 from strop.export.eager import DecoderProgram
@@ -63,8 +63,8 @@ def calibrate(folder: Path, stages: dict[str, KvCache], ids: torch.Tensor, work:
         stream.load_layer(index)
         for name, stage in left.items():
             found[name] |= {f"{layer.attention}.{part}": x for part, x in stage.solve(stream).items()}
-        for _, _, advance in STEPS:
-            advance(stream)
+        for step in steps(layer):
+            step.advance(stream)
         stream.free_layer()
         print(f"layer {index + 1} of {len(spec.layers)}", flush=True)
     torch.save(kept | found, path)
@@ -113,6 +113,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=2)
     parser.add_argument("--length", type=int, default=BUCKETS[-1])
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--forms", nargs="+", help="of those listed here; default: all")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     work, parent = arguments.work, arguments.work / "parent"
@@ -122,7 +123,7 @@ def main() -> None:
     tokenizer = load_tokenizer(parent)
     text = documents(arguments.calibration, "calibration")
     ids = torch.from_numpy(windows(text, tokenizer, arguments.samples, CALIBRATED, seed=0))
-    stages = forms()
+    stages = {name: x for name, x in forms().items() if arguments.forms is None or name in arguments.forms}
     scales = calibrate(parent, stages, ids, work)
     measured = Path(arguments.measure).read_text(encoding="utf-8")
     tokens = tokenizer(measured, add_special_tokens=False, verbose=False)["input_ids"]
@@ -154,11 +155,14 @@ def report(stages: dict[str, KvCache], model: Decoder, found: dict[str, np.ndarr
     for name, scores in found.items():
         kl, same = scores[:, 0, 1:], scores[:, 1, 1:]
         base = first.setdefault(stages[name].format, kl)
-        ratio = bootstrap_ratio_of_means(kl.mean(1), base.mean(1), np.arange(len(kl)))
+        against = f"{kl.mean() / base.mean():.3f}"
+        if len(kl) > 1:
+            ratio = bootstrap_ratio_of_means(kl.mean(1), base.mean(1), np.arange(len(kl)))
+            against += f" ({ratio.lower:.3f} to {ratio.upper:.3f})"
         by_position = [scores[:, 0, a:b].mean() for a, b in pairs]
         size = dataclasses.replace(model.spec, kv_cache=stages[name].plan(model.spec, 0).spec.kv_cache)
         cells = [name, str(size.kv_bytes_per_token()), *(f"{x:.3g}" for x in (kl.mean(), *by_position))]
-        cells += [f"{100 * same.mean():.2f}", f"{ratio.value:.3f} ({ratio.lower:.3f} to {ratio.upper:.3f})"]
+        cells += [f"{100 * same.mean():.2f}", against]
         print("| " + " | ".join(cells) + " |")
 
 
