@@ -74,6 +74,7 @@ def test_the_library_takes_the_network_of_other_families(family: str, dtype: Any
 
 @needs_rtx
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # the library swallows what a timeout raises inside its log call, and goes on
 @pytest.mark.skipif(not MODEL, reason="STROP_TEST_MODEL names no model")
 def test_engines_of_a_real_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from strop.sources import fetch
