@@ -51,7 +51,7 @@ class KvCache(Stage):
     needs_calibration: ClassVar[bool] = True
 
     format: Literal["int8", "int4", "fp8"] = "int8"
-    keys: Literal["tensor", "head", "channel", "token"] = "channel"
+    keys: Literal["tensor", "head", "channel", "token"] = "head"
     values: Literal["tensor", "head", "channel", "token"] = "head"
     clip: bool = Field(default=True)
 
