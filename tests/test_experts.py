@@ -440,6 +440,31 @@ def test_awq_names_experts_that_no_token_reaches(tmp_path: Path, caplog: pytest.
             assert torch.equal(load_packed(after, new)[1], expected)
 
 
+@pytest.mark.parametrize("family", EXPERT_FAMILIES)
+def test_a_smoothed_model_computes_the_same(family: str, tmp_path: Path) -> None:
+    source = unreached_folder(tmp_path / "source", family)
+    report = run(SmoothQuant(alpha=0.5, activations=None), source, tmp_path / "out")["report"]
+    found, expected = (logits_of(load_decoder(x)) for x in (tmp_path / "out", source.path))
+    torch.testing.assert_close(found, expected, atol=1e-4 * float(expected.abs().max()), rtol=0)
+    names = [prefix(layer, 0) for _, layer in expert_layers(read_spec(source.path))]
+    assert report["calibrated_on_all_tokens"] == names
+    with Weights(source.path) as before, Weights(tmp_path / "out") as after:
+        for name in names:
+            down = f"{name}.{'w2' if family == 'mixtral' else 'down_proj'}.weight"
+            assert not torch.equal(before.load(down), after.load(down))
+            assert report["alpha"][down.removesuffix(".weight")] == 0.5
+
+
+def test_static_scales_of_all_experts_are_sensible(tmp_path: Path) -> None:
+    source = unreached_folder(tmp_path / "source", "qwen2_moe")
+    stage = SmoothQuant(activations="static")
+    checkpoint = finished(tmp_path / "out", run(stage, source, tmp_path / "out"), stage)
+    check_checkpoint(checkpoint, source)
+    parent = logits_of(load_decoder(source.path))
+    lost = (logits_of(load_decoder(checkpoint.path)) - parent).abs().mean() / parent.abs().mean()
+    assert float(lost) < 0.1
+
+
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
 def test_a_cache_can_be_rounded(family: str, tmp_path: Path) -> None:
     source = moe_folder(tmp_path / "source", family)
@@ -463,7 +488,7 @@ def test_a_rotated_model_computes_the_same(family: str, tmp_path: Path) -> None:
 # Refusals and `check`.
 
 
-@pytest.mark.parametrize("stage", [SmoothQuant(), AutoRound(), MixedPrecision(average_bits=4)])
+@pytest.mark.parametrize("stage", [AutoRound(), MixedPrecision(average_bits=4)])
 def test_methods_that_do_not_take_experts_say_so(stage: Stage) -> None:
     spec = decoder_of(tiny_model("qwen3_moe")).spec
     with pytest.raises(

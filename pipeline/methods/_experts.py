@@ -12,10 +12,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LEAST_TOKENS = 16
-"""An expert that fewer tokens reach is rounded to nearest: what so few inputs ask for is wrong for others
-(benchmarks/gptq.md)."""
+"""What fewer inputs of an expert ask for is wrong for others (benchmarks/gptq.md)."""
 SHOWN_EXPERTS = 4
-"""Named in the line about those that are rounded to nearest; the report names all."""
+"""Named in the line about those that too few tokens reach; the report names all."""
 
 
 def is_learned(group: Group) -> bool:
@@ -23,15 +22,20 @@ def is_learned(group: Group) -> bool:
     return group.expert is None or group.num_tokens >= LEAST_TOKENS
 
 
-def report_experts(method: str, tokens: Mapping[str, int]) -> dict[str, Any]:
-    """What the report says of experts, after one line about those that were rounded to nearest.
+NO_EXPERT = -1
+"""Kept in the place of a number of tokens by linears that belong to none."""
+
+
+def report_experts(method: str, tokens: Mapping[str, int], instead: str = "rounded to nearest") -> dict[str, Any]:
+    """What the report says of experts, after one line about those that too few tokens reach.
 
     Args:
         method: Its name.
         tokens: Expert -> tokens that reach it.
+        instead: What is done with those that too few reach.
 
     Returns:
-        `expert_tokens` and `rounded_to_nearest`; nothing where there are no experts.
+        `expert_tokens`, and the names of those under `instead`; nothing where there are no experts.
     """
     if not tokens:
         return {}
@@ -40,7 +44,7 @@ def report_experts(method: str, tokens: Mapping[str, int]) -> dict[str, Any]:
         shown = ", ".join(f"{x} ({tokens[x]})" for x in few[:SHOWN_EXPERTS])
         more = f" and {len(few) - SHOWN_EXPERTS} more, see the report" if len(few) > SHOWN_EXPERTS else ""
         log.warning(
-            "%s: %d of %d experts are reached by fewer than %d calibration tokens and rounded to nearest: %s%s",
-            method, len(few), len(tokens), LEAST_TOKENS, shown, more,
+            "%s: %d of %d experts are reached by fewer than %d calibration tokens and %s: %s%s",
+            method, len(few), len(tokens), LEAST_TOKENS, instead, shown, more,
         )  # fmt: skip
-    return {"expert_tokens": dict(tokens), "rounded_to_nearest": few}
+    return {"expert_tokens": dict(tokens), instead.replace(" ", "_"): few}

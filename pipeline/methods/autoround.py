@@ -155,7 +155,7 @@ class AutoRound(Stage):
 
     def _quantized(self, spec: ModelSpec) -> tuple[ModelSpec, list[Linear]]:
         """The table of the output, and the linears of the input that change."""
-        spec.refuse_experts("autoround", "rtn, hqq, gptq, awq, rotate")
+        spec.refuse_experts("autoround", "rtn, hqq, gptq, awq, smoothquant, rotate")
         linears = spec.match(self.targets)
         if spec.head in linears:
             raise UserError(

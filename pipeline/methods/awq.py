@@ -23,7 +23,7 @@ from pydantic import Field
 
 from strop.artifact import Artifact
 from strop.errors import UserError
-from strop.methods._experts import is_learned, report_experts
+from strop.methods._experts import NO_EXPERT, is_learned, report_experts
 from strop.methods._folding import (
     Factors,
     Fold,
@@ -52,8 +52,6 @@ PATIENCE = 2
 """Exponents in a row that are no better than the best before, and the search ends."""
 QUIETEST = 1e-3
 """Part of the mean magnitude that quieter inputs are taken to have: other text may wake them."""
-NO_EXPERT = -1
-"""Kept in the place of a number of tokens."""
 SEARCH_OPERATIONS = 70_000
 """For each weight: some five exponents times thirty scales, memory-bound; counted as operations."""
 

@@ -166,7 +166,7 @@ class MixedPrecision(Stage):
         Raises:
             UserError: `targets` match nothing, or the head.
         """
-        spec.refuse_experts("mixed_precision", "rtn, hqq, gptq, awq, rotate")
+        spec.refuse_experts("mixed_precision", "rtn, hqq, gptq, awq, smoothquant, rotate")
         names = {x.name for x in spec.match(self.targets)}
         if spec.head.name in names:
             raise UserError(

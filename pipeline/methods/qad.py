@@ -116,7 +116,7 @@ class Qad(Stage):
 
     def _learners(self, spec: ModelSpec) -> list[Linear]:
         """The linears whose scales learn."""
-        spec.refuse_experts("qad", "rtn, hqq, gptq, awq, rotate")
+        spec.refuse_experts("qad", "rtn, hqq, gptq, awq, smoothquant, rotate")
         found = [x for x in spec.match(self.targets) if x.quantization is not None]
         if not found:
             raise UserError("qad: no quantized linear to learn; put it after a stage that quantizes, such as gptq")

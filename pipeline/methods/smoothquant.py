@@ -19,6 +19,7 @@ from pydantic import Field
 
 from strop.artifact import Artifact
 from strop.errors import UserError
+from strop.methods._experts import NO_EXPERT, is_learned, report_experts
 from strop.methods._folding import (
     Factors,
     Fold,
@@ -76,7 +77,7 @@ class SmoothQuant(Stage):
         tried = 1 if self.alpha is not None else 1 + len(ALPHAS)
         weights = sum(x.in_features * x.out_features for x in linears)
         rounding = (tried + 1) * (2 * SAMPLE + ROUNDING_OPERATIONS) * weights
-        block = sum(x.in_features * x.out_features for x in spec.layers[0].linears.values())
+        block = max(sum(x.in_features * x.out_features for x in layer.linears.values()) for layer in spec.layers)
         return Plan(
             spec=result,
             size_bytes=result.size_bytes(),
@@ -101,13 +102,14 @@ class SmoothQuant(Stage):
         sites = find_sites(spec, linears)
         waiting = {x.readers[0].name: x for x in sites}
         order = torch.randperm(ids.numel(), generator=torch.Generator().manual_seed(context.seed))
-        sample = order[:SAMPLE].sort().values.to(ids.device)
 
         def visit(group: Group) -> bool:
             site = waiting.pop(group.linears[0].name, None)
             if site is not None:
                 path = kept_path(context.scratch, site)
                 if not path.exists():
+                    num_tokens = group.num_tokens if is_learned(group) else ids.numel()
+                    sample = order[order < num_tokens][:SAMPLE].sort().values.to(ids.device)
                     keep(path, self._solve(group, site, source.path, sample))
                 left = sum(len(x.chosen) for x in waiting.values())
                 context.progress("smoothquant", len(linears) - left, len(linears))
@@ -120,7 +122,6 @@ class SmoothQuant(Stage):
     def _result(self, spec: ModelSpec) -> tuple[ModelSpec, list[Linear]]:
         """The table of the output, and the linears of the input whose inputs are scaled."""
         spec.check_cache("smoothquant")
-        spec.refuse_experts("smoothquant", "rtn, hqq, gptq, awq, rotate")
         linears = spec.match(self.targets)
         if self.activations is None:
             return spec, linears
@@ -138,8 +139,8 @@ class SmoothQuant(Stage):
 
         Returns:
             `scales` (see `Site.spread`), `alpha` (NaN: no scales), `largest` input before scaling, `input_scale` (one
-            bfloat16 value in float32), and by linear `error`, the energy of the outputs' error on the sample by that
-            of the outputs.
+            bfloat16 value in float32), `tokens` that reach an expert, and by linear `error`, the energy of the outputs'
+            error on the sample by that of the outputs.
 
         Raises:
             UserError: The inputs are not finite.
@@ -149,7 +150,7 @@ class SmoothQuant(Stage):
         from strop.numerics import static_scale
 
         place = ", ".join(x.name for x in site.chosen)
-        largest, x = observe(group.inputs(), sample)
+        largest, x = observe(group.inputs() if is_learned(group) else group.everyone(), sample)
         if not bool(largest.isfinite().all()):
             raise UserError(f"smoothquant: {place}: the inputs are not finite on the calibration text")
         unscaled = largest.new_ones(site.num_scales)
@@ -175,7 +176,14 @@ class SmoothQuant(Stage):
         assert best is not None
         _, alpha, scales, input_scale, lost = best
         energy = expected.square_().sum(0).clamp_(min=torch.finfo(torch.float32).tiny)
-        kept = {"scales": scales, "alpha": torch.tensor(alpha), "largest": largest.max(), "input_scale": input_scale}
+        count = torch.tensor(group.num_tokens if group.expert else NO_EXPERT)
+        kept = {
+            "tokens": count,
+            "scales": scales,
+            "alpha": torch.tensor(alpha),
+            "largest": largest.max(),
+            "input_scale": input_scale,
+        }
         start = 0
         for linear in site.chosen:
             rows = slice(start, start + linear.out_features)
@@ -273,8 +281,11 @@ def rounded_outputs(weight: Tensor, inputs: Tensor, input_scale: Tensor | None) 
 def _report(sites: Iterable[Site], scratch: Path) -> dict[str, Any]:
     """What rounding would cost each linear or does, how its input was scaled, or why not."""
     report: dict[str, Any] = {"relative_error": {}, "alpha": {}, "unscaled": {}, "without_inputs": []}
+    tokens: dict[str, int] = {}
     for site in sites:
         path = kept_path(scratch, site)
+        count = int(read_kept(path, "tokens"))
+        tokens |= {x.name.rpartition(".")[0]: count for x in site.chosen if count != NO_EXPERT}
         for name in (x.name for x in site.chosen):
             report["relative_error"][name] = round(float(read_kept(path, f"{name}.error")), 6)
             alpha = float(read_kept(path, "alpha"))
@@ -284,4 +295,4 @@ def _report(sites: Iterable[Site], scratch: Path) -> dict[str, Any]:
                 report["without_inputs"].append(name)
             else:
                 report["alpha"][name] = None if alpha != alpha else round(alpha, 2)
-    return report
+    return report | report_experts("smoothquant", tokens, "calibrated on all tokens")
