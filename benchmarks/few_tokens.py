@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from strop.calibration.capture import Group, hessian, walk
-from strop.methods.gptq import MOST_DAMPING, Gptq, relative_error
+from strop.methods._compensation import MOST_DAMPING, Compensation, relative_error
 from strop.model import load_tokenizer
 from strop.numerics import dequantize, find_scales, quantize, search_scales
 from strop.sources import fetch
@@ -53,7 +53,7 @@ def compare(group: Group, bits: int) -> None:
     half = len(x) // 2
     weight = torch.cat([group.weights[y.name] for y in group.linears])[:ROWS]
     width, form, judge = weight.shape[1], Quantization(bits, GROUP_SIZE, True), hessian([x[half:]])
-    stage, generator = Gptq(bits=bits, group_size=GROUP_SIZE), torch.Generator().manual_seed(0)
+    stage, generator = Compensation(), torch.Generator().manual_seed(0)
 
     def error(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> float:
         return relative_error(weight, dequantize(codes, scale, zero), judge)

@@ -12,12 +12,14 @@ from __future__ import annotations
 import argparse
 import json
 import resource
+import shutil
 import time
 from pathlib import Path
 
 import numpy as np
 import torch
 from auto_round import AutoRound
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
@@ -48,7 +50,11 @@ def main() -> None:
         dataset=[{"input_ids": x[None], "attention_mask": torch.ones_like(x)[None]} for x in tokens],
         device_map="cpu",
     )
-    rounding.quantize_and_save(str(work / name), format="fake")
+    # Not quantize_and_save(format="fake"): 0.16.1 then puts a float32 parent's tensors back in place of the rounded.
+    rounded, _ = rounding.quantize()
+    weights = {key: x.float().contiguous() for key, x in rounded.state_dict().items() if key != "lm_head.weight"}
+    shutil.copytree(work / "parent", work / name, ignore=shutil.ignore_patterns("*.safetensors"))
+    save_file(weights, work / name / "model.safetensors", metadata={"format": "pt"})
     seconds = time.perf_counter() - start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     (work / f"{name}.json").write_text(json.dumps({"seconds": seconds, "peak_bytes": peak}))

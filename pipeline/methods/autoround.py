@@ -171,7 +171,7 @@ class AutoRound(Stage):
             UserError: The inputs are not finite.
         """
         from strop.calibration.capture import drift, hessian
-        from strop.methods.gptq import choose_codes, correct_drift
+        from strop.methods._compensation import choose_codes, correct_drift
         from strop.numerics import quantize, search_scales
 
         h = hessian(group.inputs())
@@ -324,8 +324,8 @@ class Rounding:
 
 
 def damped_factor(hessian: Tensor) -> Tensor | None:
-    """`gptq.inverse_factor` of H (in, in), with as much damping as it takes; None where no damping is enough."""
-    from strop.methods.gptq import MOST_DAMPING, inverse_factor
+    """`inverse_factor` of H (in, in), with as much damping as it takes; None where no damping is enough."""
+    from strop.methods._compensation import MOST_DAMPING, inverse_factor
 
     damping = DAMPING
     while damping <= MOST_DAMPING:

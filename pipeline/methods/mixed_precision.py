@@ -24,7 +24,7 @@ from pydantic import Field
 
 from strop.artifact import Artifact, write_atomically
 from strop.errors import UserError
-from strop.methods.gptq import Gptq
+from strop.methods._compensation import Compensation
 from strop.spec import Linear, ModelSpec, Quantization
 from strop.stage import GFLOPS_PER_THREAD, Context, Plan, Stage
 
@@ -81,7 +81,8 @@ class MixedPrecision(Stage):
         memory = (
             2 * head + 2 * max(blocks) + 2 * changed * tokens * spec.hidden_size + 6 * HEAD_TOKENS * spec.vocab_size
         )
-        after = self._gptq().plan(spec, num_calibration_tokens) if self.rounding == "gptq" else None
+        linears = [x for group in groups for x in group]
+        after = Compensation().cost(spec, linears, num_calibration_tokens) if self.rounding == "gptq" else (0, 0.0)
         notes = [f"which linear gets how many bits follows from calibration: at most {self.average_bits:g} on average"]
         if not self.symmetric and len(self._widths) > 1:
             notes.append("transformers cannot open asymmetric codes of several widths: strop and its runtimes can")
@@ -90,8 +91,8 @@ class MixedPrecision(Stage):
         return Plan(
             spec=result,
             size_bytes=result.size_bytes(),
-            memory_bytes=max(4 * memory, after.memory_bytes if after else 0),
-            seconds=(tokens * forward + rounding) / (2 * GFLOPS_PER_THREAD * 1e9) + (after.seconds if after else 0),
+            memory_bytes=max(4 * memory, after[0]),
+            seconds=(tokens * forward + rounding) / (2 * GFLOPS_PER_THREAD * 1e9) + after[1],
             notes=tuple(notes),
         )
 
@@ -135,7 +136,7 @@ class MixedPrecision(Stage):
             "without_inputs": [x.name for group in groups if not measured[group[0].name].energy.any() for x in group],
         }
         if self.rounding == "gptq":
-            report["gptq"] = self._gptq().quantize(source, out, context, forms)["report"]
+            report["gptq"] = Compensation().quantize(source, out, context, forms)["report"]
             return {"spec": result, "report": report}
         with Weights(source.path) as weights:
             save_checkpoint(out, result, source.path, _changed(weights, result, groups, measured))
@@ -145,9 +146,6 @@ class MixedPrecision(Stage):
     def _widths(self) -> list[int]:
         """The choices, fewest bits first."""
         return sorted(set(self.choices))
-
-    def _gptq(self) -> Gptq:
-        return Gptq(group_size=self.group_size, symmetric=self.symmetric, targets=self.targets)
 
     def _quantization(self, bits: int) -> Quantization:
         return Quantization(bits, self.group_size, self.symmetric)

@@ -21,7 +21,8 @@ from strop import numerics
 from strop.artifact import Artifact, hash_file, list_files
 from strop.calibration.capture import drift
 from strop.errors import UserError
-from strop.methods.gptq import Gptq, choose_codes, correct_drift, inverse_factor, relative_error
+from strop.methods._compensation import Compensation, choose_codes, correct_drift, inverse_factor, relative_error
+from strop.methods.gptq import Gptq
 from strop.model import Weights, load_linear, load_packed, read_spec
 from strop.spec import FIXED_FORMATS, NumberFormat, Quantization
 from strop.stage import Context
@@ -139,7 +140,7 @@ def test_a_weight_on_the_grid_comes_back_exactly() -> None:
     scale = numerics.round_scales(torch.randn(9, 3, generator=generator))
     zero = torch.zeros(9, 3, dtype=torch.int8)
     weight = numerics.dequantize(codes, scale, zero)
-    solution = Gptq(group_size=16)._solve(weight, damped(correlated(100, 48, 0)), None, FORM, "here")
+    solution = Compensation()._solve(weight, damped(correlated(100, 48, 0)), None, FORM, "here")
     assert torch.equal(numerics.dequantize(solution.codes, solution.scale, solution.zero), weight)
 
 
@@ -174,7 +175,7 @@ def test_inputs_that_are_always_zero_keep_their_nearest_codes() -> None:
     dead = torch.tensor([3, 17, 40])
     x[:, dead] = 0
     weight = torch.randn(9, 48, generator=torch.Generator().manual_seed(2))
-    solution = Gptq(group_size=16)._solve(weight, 2 * x.T @ x / len(x), None, FORM, "here")
+    solution = Compensation()._solve(weight, 2 * x.T @ x / len(x), None, FORM, "here")
     nearest = numerics.quantize(weight, solution.scale, solution.zero, 4)
     assert torch.equal(solution.codes[:, dead], nearest[:, dead])
     assert not torch.equal(solution.codes, nearest)
