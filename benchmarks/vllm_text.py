@@ -79,7 +79,7 @@ def main() -> None:
     answer = subprocess.run(
         command, input=json.dumps(prompts), text=True, stdout=subprocess.PIPE, check=True, env=environment
     )
-    theirs = json.loads(answer.stdout.splitlines()[-1])
+    theirs = json.loads(next(x for x in reversed(answer.stdout.splitlines()) if x.startswith("[[")))
     equal = []
     for text, ours, other in zip(
         PROMPTS, greedy(arguments.checkpoint, prompts, arguments.num_tokens), theirs, strict=True

@@ -28,8 +28,9 @@ Logits = NDArray[np.float32]
 Array = Any
 """A numpy array or torch tensor: slicing, assignment and fancy indices are all that `Session` asks of it."""
 Cache = list[Array]
-"""Keys and values of each layer that owns some: [k0, v0, k1, v1, ...], each (B, kv_heads, max_tokens, head_dim) or, where
-they are rounded, codes of that (strop.kv_codes), and then after the two their scales by token where there are any."""
+"""Keys and values of each layer that owns some: [k0, v0, k1, v1, ...], each (B, kv_heads, max_tokens, head_dim) or,
+where they are rounded, codes of that (strop.kv_codes), and then after the two their scales by token, if there are any.
+"""
 
 
 @dataclass(frozen=True)

