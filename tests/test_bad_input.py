@@ -108,8 +108,8 @@ def test_recipes_that_cannot_be_read(tmp_path: Path, capsys: Any, text: str, mes
         (
             {"stages": [W8A8], "export": [{"use": "torch_compile"}]},
             "export[0] (torch_compile of main): export: torch_compile has no int8 inputs, "
-            "model.layers.0.self_attn.q_proj asks for activations: dynamic; allowed: onnx_runtime, eager, or activations: "
-            "null",
+            "model.layers.0.self_attn.q_proj asks for activations: dynamic; allowed: onnx_runtime, eager, or "
+            "activations: null",
         ),
         (
             {"stages": [{**W8A8, "targets": ["*"]}], "export": [{"use": "onnx_runtime"}]},
