@@ -49,6 +49,7 @@ RATIOS = (
     ("gptq", "llm-compressor gptq bits=4", "4 bits, no learning, against llm-compressor's GPTQ", 0.60),
     ("gptq bits=3", "llm-compressor gptq bits=3", "3 bits, against llm-compressor's GPTQ", 0.75),
     ("autoround iterations=50", "auto-round bits=4 iterations=50", "4 bits, learned, against auto-round", 0.90),
+    ("autoround iterations=50", "gptq", "autoround with 50 steps against gptq at 4 bits", None),
     ("gptq", "rtn", "gptq against rtn at 4 bits", None),
     ("mixed_precision", "rtn", "mixed_precision against rtn at 4 bits", None),
 )
@@ -214,10 +215,10 @@ def main() -> None:
     (PAGE / "quantization.svg").write_text(picture(ordered), encoding="utf-8")
     page = (PAGE / "quantization.md").read_text(encoding="utf-8")
     for mark, content in (("table", table(ordered, parent)), ("ratios", ratios(rows))):
-        start, end = f"<!-- {mark} -->\n", f"\n<!-- end of {mark} -->"
+        start, end = f"<!-- {mark} -->\n", f"<!-- end of {mark} -->"
         before, _, rest = page.partition(start)
         _, _, after = rest.partition(end)
-        page = f"{before}{start}{content}{end}{after}"
+        page = f"{before}{start}{content}\n{end}{after}"
     (PAGE / "quantization.md").write_text(page, encoding="utf-8")
 
 
