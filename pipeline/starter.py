@@ -10,6 +10,8 @@ from strop.store import Store
 
 GROUP_SIZES = (64, 32, 128, 16)
 """In the order of preference: 64 is where accuracy and size balance at 4 bits."""
+LENGTH = 512
+"""Tokens of a calibration sample, where the model's context holds them."""
 TEMPLATE = """\
 # {note}
 # Check it: strop check THIS_FILE     Run it: strop run THIS_FILE     All fields: strop list
@@ -19,7 +21,7 @@ model:
   dtype: {dtype}                      # of the parent; also float32, bfloat16 or float16
 
 # Text for methods that calibrate (gptq). `self`: the model's own generations; also python, a .txt or .jsonl file.
-calibration: {{source: self, samples: 64, length: 512}}
+calibration: {{source: self, samples: 64, length: {length}}}
 
 # What is done to the model, in this order.
 stages:
@@ -67,6 +69,7 @@ def starter(source: str, store: Store) -> str:
         note=note,
         source=json.dumps(source),
         dtype=spec.dtype,
+        length=min(LENGTH, spec.max_positions or LENGTH),
         inside="null" if inside is None else inside,
         inside_note="" if inside else "   # null: no usual group size divides every width, one scale per channel",
         head=f"  - {{use: rtn, name: head, bits: 8, group_size: {head or 'null'}, targets: [{spec.head.name}]}}\n",

@@ -113,6 +113,7 @@ def test_init_writes_a_recipe_that_check_accepts(tmp_path: Path, model: Path) ->
     path = tmp_path / "mine.yaml"
     assert main(["init", str(model), "--out", str(path)]) == 0
     assert "group_size: 16" in path.read_text(), "what divides widths of 48 and 80"
+    assert "length: 128" in path.read_text(), "what its context holds"
     assert main(["check", str(path), "--store", str(tmp_path / "store")]) == 0
 
 
